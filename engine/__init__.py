@@ -1,0 +1,69 @@
+"""tokenmill's engine: how tokens are made.
+
+The names below are the whole public surface. They are loaded on first use (PEP 562), so that
+importing a config or an error never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config import ChatConfig as ChatConfig
+    from engine.config import EngineConfig as EngineConfig
+    from engine.config import Section as Section
+    from engine.errors import CacheExhaustedError as CacheExhaustedError
+    from engine.errors import ConfigError as ConfigError
+    from engine.errors import ExitCode as ExitCode
+    from engine.errors import LedgerError as LedgerError
+    from engine.errors import RequestError as RequestError
+    from engine.errors import RequestErrorCode as RequestErrorCode
+    from engine.errors import TokenmillError as TokenmillError
+    from engine.errors import WorkerError as WorkerError
+    from engine.errors import WorkerFailure as WorkerFailure
+    from engine.metrics import Bucket as Bucket
+    from engine.metrics import RunStats as RunStats
+    from engine.model_source import ModelSource as ModelSource
+    from engine.offline import OfflineInference as OfflineInference
+    from engine.request import Completion as Completion
+    from engine.request import FinishReason as FinishReason
+    from engine.request import GenerateRequest as GenerateRequest
+    from engine.request import sampling_key_of as sampling_key_of
+    from engine.sampling_params import SamplingParams as SamplingParams
+    from engine.tokenizer import Tokenizer as Tokenizer
+
+_HOME = {
+    "Bucket": "metrics",
+    "CacheExhaustedError": "errors",
+    "ChatConfig": "config",
+    "Completion": "request",
+    "ConfigError": "errors",
+    "EngineConfig": "config",
+    "ExitCode": "errors",
+    "FinishReason": "request",
+    "GenerateRequest": "request",
+    "LedgerError": "errors",
+    "ModelSource": "model_source",
+    "OfflineInference": "offline",
+    "RequestError": "errors",
+    "RequestErrorCode": "errors",
+    "RunStats": "metrics",
+    "SamplingParams": "sampling_params",
+    "Section": "config",
+    "TokenmillError": "errors",
+    "Tokenizer": "tokenizer",
+    "WorkerError": "errors",
+    "WorkerFailure": "errors",
+    "sampling_key_of": "request",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(import_module(f"engine.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

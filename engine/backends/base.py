@@ -1,0 +1,174 @@
+"""What a device must be able to do, and a plain torch reference of each kernel.
+
+Shapes: T scheduled tokens, R requests, B blocks per row, N blocks in the pool, S block size,
+H query heads, G key-value heads, D width of a key, E width of a value.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import WorkerFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInfo:
+    """Bytes of the device."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can run; checked before anything is loaded."""
+
+    dtypes: tuple[str, ...]
+    default_memory_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """One step as attention sees it. Lists are on the host, tensors on the device."""
+
+    query_lens: list[int]  # R, tokens of each request in this step
+    seq_lens: list[int]  # R, computed and scheduled tokens of each request
+    slot_mapping: torch.Tensor  # [T] int64, flat KV slot of each token
+    block_tables: torch.Tensor  # [R, B] int32, rows padded with 0
+    seq_lens_tensor: torch.Tensor  # [R] int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What a layer asks of attention beside the tensors."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [H], one extra logit for each head
+
+
+class DeviceBackend(ABC):
+    """Runtime, KV memory and kernels of one kind of device."""
+
+    name: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    def bind(self, device_id: int, num_threads: int | None) -> str:
+        """Take the device for this process; return what was really bound, in words."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The bound device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was launched is done."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Return free and total memory."""
+
+    @abstractmethod
+    def classify_error(self, error: BaseException) -> WorkerFailure:
+        """Say what kind of trouble an exception of a step is."""
+
+    def warm_up(self, caches: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Run each attention kernel once on a layer's empty caches, which compiles it."""
+        num_heads, width = caches[0].shape[2:]
+        query = torch.zeros(3, num_heads, width, dtype=caches[0].dtype, device=self.device)
+        lens = [1, 2]
+        metadata = AttentionMetadata(
+            query_lens=lens,
+            seq_lens=lens,
+            slot_mapping=torch.zeros(3, dtype=torch.int64, device=self.device),
+            block_tables=torch.zeros(2, 2, dtype=torch.int32, device=self.device),
+            seq_lens_tensor=torch.tensor(lens, dtype=torch.int32, device=self.device),
+        )
+        self.attention(query, caches, metadata, AttentionOptions(scale=1.0))
+
+    def allocate_kv(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed KV memory [N, S, G, D]."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def write_kv(
+        self, states: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write states [T, G, D] to their slots of cache [N, S, G, D]."""
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, states)
+
+    @abstractmethod
+    def attention(
+        self,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Attend query [T, H, D] to caches ([N, S, G, D], [N, S, G, E]); return [T, H, E].
+
+        Row i of a request with n tokens in this step and L in all sees keys 0 to L - n + i. The
+        step's own keys and values are written already.
+        """
+
+
+def reference_attention(
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attend request by request in float32; the measure of every other kernel."""
+    outputs = []
+    start = 0
+    for row, (query_len, seq_len) in enumerate(
+        zip(metadata.query_lens, metadata.seq_lens, strict=True)
+    ):
+        keys, values = (
+            gather_blocks(cache, metadata.block_tables[row], seq_len) for cache in caches
+        )
+        outputs.append(_attend(query[start : start + query_len], keys, values, options))
+        start += query_len
+    return torch.cat(outputs)
+
+
+def gather_blocks(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return the first `seq_len` entries of a paged row, [seq_len, G, D]."""
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-seq_len // block_size)].long()
+    return cache[blocks].flatten(0, 1)[:seq_len]
+
+
+def causal_mask(
+    query_len: int, seq_len: int, sliding_window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Return [query_len, seq_len] bool, True where a row may look."""
+    rows = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    columns = torch.arange(seq_len, device=device)[None, :]
+    mask = columns <= rows
+    if sliding_window is not None:
+        mask &= rows - columns < sliding_window
+    return mask
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    query_len, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = keys.shape
+    repeats = num_heads // num_kv_heads
+    keys, values = (t.float().repeat_interleave(repeats, dim=1) for t in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    mask = causal_mask(query_len, seq_len, options.sliding_window, query.device)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(-1, 1, 1).expand(-1, query_len, 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khe->qhe", weights, values).to(query.dtype)

@@ -1,0 +1,1 @@
+"""Pieces of a model that are ours: attention over the paged KV cache."""

@@ -1,0 +1,67 @@
+"""Attention of every layer of one model, over one KV pool.
+
+A model's attention modules hold this object and call it with their layer's number; the step's
+metadata is set by the runner for the length of one forward pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from engine.backends.base import AttentionMetadata, AttentionOptions, DeviceBackend
+
+
+class PagedAttention:
+    """Writes a layer's new keys and values, then attends to all of them."""
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend = backend
+        self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._metadata: AttentionMetadata | None = None
+        self._recorded: dict[int, tuple[tuple[int, int], tuple[int, int]]] | None = None
+
+    def bind_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Use these KV caches, one pair for each layer."""
+        self._caches = caches
+
+    @contextmanager
+    def step(self, metadata: AttentionMetadata) -> Iterator[None]:
+        """Serve one forward pass with this metadata."""
+        self._metadata = metadata
+        try:
+            yield
+        finally:
+            self._metadata = None
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, tuple[tuple[int, int], tuple[int, int]]]]:
+        """Serve one forward pass without a cache; yield each layer's key and value shapes.
+
+        A shape is (heads, width). This is how the KV pool learns its layout from any model.
+        """
+        self._recorded = {}
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def forward(
+        self,
+        layer_index: int,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Attend query [T, H, D], key [T, G, D], value [T, G, E]; return [T, H, E]."""
+        query, key, value = states
+        if self._recorded is not None:
+            self._recorded[layer_index] = (
+                (key.shape[1], key.shape[2]),
+                (value.shape[1], value.shape[2]),
+            )
+            return query.new_zeros(*query.shape[:2], value.shape[2])
+        assert self._metadata is not None, "a forward pass outside of step()"
+        caches = self._caches[layer_index]
+        self._backend.write_kv(key, caches[0], self._metadata.slot_mapping)
+        self._backend.write_kv(value, caches[1], self._metadata.slot_mapping)
+        return self._backend.attention(query, caches, self._metadata, options)

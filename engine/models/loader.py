@@ -1,0 +1,94 @@
+"""From a model folder to modules on the device, with our attention attached."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backends.base import DeviceBackend
+from engine.errors import ConfigError
+from engine.layers.paged_attention import PagedAttention
+from engine.models.attention_interface import attach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Heads and widths of one layer's keys and values."""
+
+    num_key_heads: int
+    key_width: int
+    num_value_heads: int
+    value_width: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes in this layer."""
+        numbers = self.num_key_heads * self.key_width + self.num_value_heads * self.value_width
+        return numbers * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, and the KV layout of each of its layers."""
+
+    module: Any  # a transformers model for causal language modelling
+    attention: PagedAttention
+    kv_layouts: tuple[KVLayout, ...]
+    dtype: torch.dtype
+
+    def logits(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Run tokens [T] at positions [T]; return the logits of `rows`, [len(rows), vocabulary]."""
+        output = self.module(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def load_model(
+    path: Path, *, dtype: str, backend: DeviceBackend, trust_remote_code: bool
+) -> LoadedModel:
+    """Load the weights and learn the KV layout from a pass of two tokens.
+
+    Raises:
+        ConfigError: not a decoder that transformers knows, unreadable weights, or attention that
+            does not go through transformers' attention interface.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{path}: the model cannot be loaded: {error}") from error
+    module = module.eval().to(backend.device)
+    attention = PagedAttention(backend)
+    attach(module, attention)
+    layouts = _learn_layouts(module, attention, path)
+    return LoadedModel(module=module, attention=attention, kv_layouts=layouts, dtype=torch_dtype)
+
+
+@torch.inference_mode()
+def _learn_layouts(module: Any, attention: PagedAttention, path: Path) -> tuple[KVLayout, ...]:
+    tokens = torch.zeros(2, dtype=torch.int64, device=module.device)
+    positions = torch.arange(2, device=module.device)
+    with attention.recording() as shapes:
+        module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    if sorted(shapes) != list(range(len(shapes))) or not shapes:
+        raise ConfigError(
+            f"{path}: {type(module).__name__} does not send its attention through transformers' "
+            "attention interface, so it cannot use a paged KV cache"
+        )
+    return tuple(
+        KVLayout(
+            num_key_heads=key[0], key_width=key[1], num_value_heads=value[0], value_width=value[1]
+        )
+        for _, (key, value) in sorted(shapes.items())
+    )

@@ -1,0 +1,180 @@
+"""A request outside the engine, inside it, and the answer that leaves.
+
+GenerateRequest is what a caller hands in, InferRequest is the one mutable object of the engine
+(owned by the Scheduler), Completion is what comes out. None of them knows a tensor or a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from hashlib import blake2b
+from typing import Any
+
+from engine.errors import InvalidTransitionError, RequestError
+from engine.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    """Where an InferRequest is in its life; DONE and ERROR are terminal."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    ERROR = "error"
+
+    @property
+    def is_terminal(self) -> bool:
+        """True when nothing will happen to the request any more."""
+        return self in (RequestState.DONE, RequestState.ERROR)
+
+
+_EDGES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.READY, RequestState.ERROR}),
+    RequestState.READY: frozenset({RequestState.RUNNING, RequestState.WAITING, RequestState.ERROR}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.DONE, RequestState.ERROR}),
+    RequestState.DONE: frozenset(),
+    RequestState.ERROR: frozenset(),
+}
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; separate from its state."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+def sampling_key_of(request_id: str) -> int:
+    """Return the 63-bit number that stands for this request in the random draws.
+
+    It depends on the id alone, so that a draw depends neither on the batch nor on the attempt.
+    """
+    digest = blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt and how to answer it; exactly one of prompt, messages, prompt_token_ids is set.
+
+    prompt_token_ids may be a list, a numpy array or a tensor of one dimension.
+    """
+
+    request_id: str
+    prompt: str | None = None
+    messages: Sequence[dict[str, Any]] | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_key: int | None = None
+    priority: int = 0
+    timeout_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answer to one sample of one request.
+
+    text and token_ids are empty when `error` is set. num_cached_tokens counts the prompt tokens
+    that the prefix cache supplied.
+    """
+
+    request_id: str
+    sample_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: RequestError | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, the one that ended the text included."""
+        return len(self.token_ids)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InferRequest:
+    """One sample as the engine works on it. Only `transition_to` changes its state.
+
+    num_computed_tokens counts tokens whose KV is written or being written by a step in flight.
+    num_pending_tokens counts tokens that a step in flight will sample: the scheduler plans with
+    them before it knows them. epoch is raised at preemption, so that a stale output is dropped.
+    block_hashes grow with the tokens and survive a preemption, since tokens are never taken back.
+    """
+
+    uid: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_total_tokens: int
+    seed: int
+    sampling_key: int
+    sample_index: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    state: RequestState = RequestState.WAITING
+    epoch: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_inflight_steps: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and generated tokens whose values are known here."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those that steps in flight will have sampled."""
+        return self.num_known_tokens + self.num_pending_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that still need a step before the next one can be sampled."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_out_of_budget(self) -> bool:
+        """True when the tokens known and in flight use up max_tokens or the model's length."""
+        return self.num_tokens >= self.max_total_tokens
+
+    def known_token_ids(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the prompt and what was generated so far, or the positions [start, stop)."""
+        num_prompt = len(self.prompt_token_ids)
+        stop = self.num_known_tokens if stop is None else stop
+        return (
+            self.prompt_token_ids[start:stop]
+            + self.output_token_ids[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
+        )
+
+    def transition_to(self, state: RequestState) -> None:
+        """Move along an edge of the state machine.
+
+        Raises:
+            InvalidTransitionError: the state machine has no such edge.
+        """
+        if state not in _EDGES[self.state]:
+            raise InvalidTransitionError(
+                f"request {self.request_id!r} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state

@@ -1,0 +1,1 @@
+"""One process per rank that turns ScheduleBatch into tokens; it never sees a queue."""

@@ -1,0 +1,73 @@
+"""The pipe between the main process and a worker: whole messages, never torn ones."""
+
+from multiprocessing.connection import Connection, Pipe
+
+from engine.messages import FromWorker, ToWorker, decode_from_worker, decode_to_worker, encode
+
+
+class ChannelClosedError(Exception):
+    """The other side is gone."""
+
+
+class Channel:
+    """One end of the pipe. Not for two threads at once in the same direction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @staticmethod
+    def pair() -> tuple["Channel", "Channel"]:
+        """Return the two ends of a new pipe: the main process's and the worker's."""
+        ours, theirs = Pipe(duplex=True)
+        return Channel(ours), Channel(theirs)
+
+    @staticmethod
+    def inherited(file_descriptor: int) -> "Channel":
+        """Take up the end that the parent process left open for this one."""
+        return Channel(Connection(file_descriptor))
+
+    @property
+    def file_descriptor(self) -> int:
+        """The number to pass on to a child process."""
+        return self._connection.fileno()
+
+    def send(self, message: ToWorker | FromWorker) -> None:
+        """Send one message.
+
+        Raises:
+            ChannelClosedError: the other side is gone.
+        """
+        try:
+            self._connection.send_bytes(encode(message))
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Return True as soon as a message, or the end of the pipe, can be read."""
+        return self._connection.poll(timeout_seconds)
+
+    def receive_from_worker(self) -> FromWorker:
+        """Return the next message of a worker.
+
+        Raises:
+            ChannelClosedError: the worker is gone.
+        """
+        return decode_from_worker(self._receive())
+
+    def receive_in_worker(self) -> ToWorker:
+        """Return the next message of the main process.
+
+        Raises:
+            ChannelClosedError: the main process is gone.
+        """
+        return decode_to_worker(self._receive())
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise ChannelClosedError(str(error)) from error

@@ -1,0 +1,79 @@
+"""The memory of the KV cache: how many blocks fit, and the tensors themselves."""
+
+import logging
+
+import torch
+
+from engine.backends.base import DeviceBackend
+from engine.config import CacheConfig
+from engine.errors import ConfigError
+from engine.models import KVLayout
+
+logger = logging.getLogger(__name__)
+_GIB = 1 << 30
+
+
+def count_blocks(
+    config: CacheConfig,
+    layouts: tuple[KVLayout, ...],
+    dtype: torch.dtype,
+    backend: DeviceBackend,
+    *,
+    max_useful_tokens: int,
+) -> int:
+    """Decide the number of KV blocks, and log why.
+
+    max_useful_tokens is what the largest batch can ever hold; more memory would lie idle.
+
+    Raises:
+        ConfigError: not even one block fits, with the numbers.
+    """
+    block_bytes = config.block_size * sum(layout.bytes_per_token(dtype) for layout in layouts)
+    if config.num_blocks is not None:
+        logger.info("kv cache: num_blocks=%d as configured", config.num_blocks)
+        return config.num_blocks
+    memory = backend.memory_info()
+    fraction = config.memory_fraction or backend.capabilities.default_memory_fraction
+    if config.kv_cache_gib is not None:
+        room_bytes = int(config.kv_cache_gib * _GIB)
+        reason = f"kv_cache_gib={config.kv_cache_gib}"
+    else:
+        room_bytes = int(memory.free_bytes * fraction)
+        reason = f"{fraction:.2f} of {memory.free_bytes / _GIB:.2f} GiB free"
+    if room_bytes > memory.free_bytes or room_bytes < block_bytes:
+        raise ConfigError(
+            f"no room for the KV cache: {reason} gives {room_bytes} bytes, one block takes "
+            f"{block_bytes}, and {memory.free_bytes} of {memory.total_bytes} bytes are free; "
+            "change engine.cache.kv_cache_gib or engine.cache.memory_fraction"
+        )
+    useful = -(-max_useful_tokens // config.block_size)
+    num_blocks = min(room_bytes // block_bytes, useful)
+    logger.info(
+        "kv cache: num_blocks=%d block_bytes=%d (%s; the largest batch needs %d)",
+        num_blocks,
+        block_bytes,
+        reason,
+        useful,
+    )
+    return num_blocks
+
+
+def allocate_pool(
+    num_blocks: int,
+    block_size: int,
+    layouts: tuple[KVLayout, ...],
+    dtype: torch.dtype,
+    backend: DeviceBackend,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return key and value memory of each layer, [num_blocks, block_size, heads, width]."""
+    return [
+        (
+            backend.allocate_kv(
+                (num_blocks, block_size, layout.num_key_heads, layout.key_width), dtype
+            ),
+            backend.allocate_kv(
+                (num_blocks, block_size, layout.num_value_heads, layout.value_width), dtype
+            ),
+        )
+        for layout in layouts
+    ]

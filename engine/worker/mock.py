@@ -1,0 +1,117 @@
+"""A device without a model: answers by rule, so that a whole job runs on any machine.
+
+The answer is a function of the prompt's tokens, the sampling key and the seed, so it depends on
+nothing that a kill, a batch or another number of shards could change.
+"""
+
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.errors import WorkerFailure
+from engine.messages import NewRequest, ScheduleBatch, StepDone, WorkerTimings
+from engine.model_source import MOCK_EOS_TOKEN_ID
+from engine.worker.runner import Runner
+
+_ALPHABET = b"abcdefghijklmnopqrstuvwxyz      ."
+_FIRST_BYTE = 3
+_MAX_ANSWER_TOKENS = 48
+_DEFAULT_NUM_BLOCKS = 16384
+
+
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    token_ids: list[int]
+    num_output_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    min_tokens: int
+
+
+class MockRunner(Runner):
+    """Each prompt has one answer, known from its tokens."""
+
+    device = "mock"
+    dtype = "none"
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._step_seconds = config.runtime.mock_step_seconds
+        self._num_blocks = config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
+        self._answers: dict[int, _Answer] = {}
+
+    def load(self) -> int:
+        """Return the number of blocks that the configuration names, or a middling one."""
+        return self._num_blocks
+
+    def allocate(self, num_blocks: int) -> None:
+        """Do nothing: there is no memory."""
+
+    def execute(self, batch: ScheduleBatch) -> StepDone:
+        """Give each request that is computed to its end the next token of its answer."""
+        started = time.perf_counter()
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        for uid in (*batch.preempted, *batch.finished):
+            self._answers.pop(uid, None)
+        scheduled = [(item.uid, item.num_scheduled_tokens) for item in batch.running]
+        for new in batch.new:
+            self._answers[new.uid] = _answer(new)
+            scheduled.append((new.uid, new.num_scheduled_tokens))
+        uids: list[int] = []
+        token_ids: list[int] = []
+        for uid, count in scheduled:
+            answer = self._answers[uid]
+            answer.num_computed_tokens += count
+            if answer.num_computed_tokens == answer.num_tokens:
+                uids.append(uid)
+                token_ids.append(_next_token(answer))
+        seconds = time.perf_counter() - started
+        return StepDone(
+            step_id=batch.step_id,
+            uids=uids,
+            token_ids=token_ids,
+            timings=WorkerTimings(forward_seconds=seconds),
+        )
+
+    def classify_error(self, error: BaseException) -> str:
+        """Return the one kind there is."""
+        return WorkerFailure.OTHER.value
+
+    def close(self) -> None:
+        """Forget every answer."""
+        self._answers = {}
+
+
+def _answer(new: NewRequest) -> _Answer:
+    prompt = np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32).tobytes()
+    sampler = new.sampler
+    key = (
+        f"{sampler.seed}/{sampler.sampling_key}/{sampler.sample_index}"
+        if sampler.temperature
+        else ""
+    )
+    digest = blake2b(prompt + key.encode(), digest_size=_MAX_ANSWER_TOKENS + 1).digest()
+    length = 1 + digest[0] % _MAX_ANSWER_TOKENS
+    letters = [_ALPHABET[byte % len(_ALPHABET)] + _FIRST_BYTE for byte in digest[1 : 1 + length]]
+    return _Answer(
+        token_ids=[*letters, MOCK_EOS_TOKEN_ID],
+        num_output_tokens=len(new.token_ids) - new.num_prompt_tokens,
+        num_tokens=len(new.token_ids),
+        num_computed_tokens=new.num_computed_tokens,
+        min_tokens=sampler.min_tokens,
+    )
+
+
+def _next_token(answer: _Answer) -> int:
+    """Return the next token; past the end of the answer, a dot until EOS may come."""
+    index = answer.num_output_tokens
+    answer.num_output_tokens += 1
+    answer.num_tokens += 1
+    is_early = index < answer.min_tokens
+    last = len(answer.token_ids) - 1
+    if index < last:
+        return answer.token_ids[index]
+    return _ALPHABET[-1] + _FIRST_BYTE if is_early else MOCK_EOS_TOKEN_ID

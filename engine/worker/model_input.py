@@ -1,0 +1,127 @@
+"""From a ScheduleBatch to what the model sees, by way of one slot per request.
+
+Shapes: T scheduled tokens, R requests, B blocks per row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.backends.base import AttentionMetadata
+from engine.messages import NewRequest, Running, SamplerSpec, ScheduleBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """What the worker remembers of a request between steps."""
+
+    uid: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampler: SamplerSpec
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """One step as the model sees it."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    sample_rows: torch.Tensor  # [number of requests that sample] int64, index into T
+    sampling: tuple[Slot, ...]  # those requests, in the same order
+    attention: AttentionMetadata
+
+
+class SlotTable:
+    """The requests that this worker knows, and the buffers of its steps."""
+
+    def __init__(self, *, block_size: int, max_num_batched_tokens: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, Slot] = {}
+        self._input_ids = np.zeros(max_num_batched_tokens, np.int64)
+        self._positions = np.zeros(max_num_batched_tokens, np.int64)
+        self._slot_mapping = np.zeros(max_num_batched_tokens, np.int64)
+
+    def prepare(self, batch: ScheduleBatch, device: torch.device) -> ModelInput:
+        """Take in the differences and write the step into the buffers.
+
+        The buffers are used again by the next step, so a step ends before the next is prepared.
+        """
+        for uid in (*batch.preempted, *batch.finished):
+            self._slots.pop(uid, None)
+        scheduled = self._take_in(batch)
+        query_lens: list[int] = []
+        seq_lens: list[int] = []
+        sample_rows: list[int] = []
+        sampling: list[Slot] = []
+        end = 0
+        for slot, count in scheduled:
+            start, end = end, end + count
+            self._write_tokens(slot, count, start)
+            slot.num_computed_tokens += count
+            query_lens.append(count)
+            seq_lens.append(slot.num_computed_tokens)
+            if slot.num_computed_tokens == len(slot.token_ids):
+                sample_rows.append(end - 1)
+                sampling.append(slot)
+        return ModelInput(
+            input_ids=torch.from_numpy(self._input_ids[:end]).to(device),
+            positions=torch.from_numpy(self._positions[:end]).to(device),
+            sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+            sampling=tuple(sampling),
+            attention=AttentionMetadata(
+                query_lens=query_lens,
+                seq_lens=seq_lens,
+                slot_mapping=torch.from_numpy(self._slot_mapping[:end]).to(device),
+                block_tables=_pad([slot.block_ids for slot, _ in scheduled]).to(device),
+                seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            ),
+        )
+
+    def _take_in(self, batch: ScheduleBatch) -> list[tuple[Slot, int]]:
+        scheduled = [self._known(item) for item in batch.running]
+        scheduled += [self._add(item) for item in batch.new]
+        return scheduled
+
+    def _known(self, item: Running) -> tuple[Slot, int]:
+        slot = self._slots[item.uid]
+        slot.block_ids.extend(item.new_block_ids)
+        return slot, item.num_scheduled_tokens
+
+    def _add(self, item: NewRequest) -> tuple[Slot, int]:
+        slot = Slot(
+            uid=item.uid,
+            token_ids=list(item.token_ids),
+            num_prompt_tokens=item.num_prompt_tokens,
+            num_computed_tokens=item.num_computed_tokens,
+            block_ids=list(item.block_ids),
+            sampler=item.sampler,
+        )
+        self._slots[item.uid] = slot
+        return slot, item.num_scheduled_tokens
+
+    def _write_tokens(self, slot: Slot, count: int, start: int) -> None:
+        first = slot.num_computed_tokens
+        positions = np.arange(first, first + count)
+        self._input_ids[start : start + count] = slot.token_ids[first : first + count]
+        self._positions[start : start + count] = positions
+        blocks = np.asarray(slot.block_ids)[positions // self._block_size]
+        self._slot_mapping[start : start + count] = (
+            blocks * self._block_size + positions % self._block_size
+        )
+
+
+def _pad(tables: list[list[int]]) -> torch.Tensor:
+    width = max(len(table) for table in tables)
+    padded = np.zeros((len(tables), width), np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return torch.from_numpy(padded)

@@ -1,0 +1,116 @@
+"""The worker's own loop: a message in, a message out, and nothing shared.
+
+The same object serves a pipe in a process of its own, and direct calls when run inline.
+"""
+
+import logging
+import os
+import time
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.messages import (
+    AllocateCache,
+    CacheAllocated,
+    FromWorker,
+    ScheduleBatch,
+    StartFailed,
+    StartWorker,
+    StepDone,
+    StepFailed,
+    ToWorker,
+    WorkerReady,
+)
+from engine.worker.channel import Channel, ChannelClosedError
+from engine.worker.mock import MockRunner
+from engine.worker.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWorker:
+    """Answers each message but Shutdown with exactly one message."""
+
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+
+    def handle(self, message: ToWorker) -> FromWorker | None:
+        """Return the answer, or None to Shutdown."""
+        match message:
+            case StartWorker():
+                return self._start(message)
+            case AllocateCache():
+                return self._allocate(message)
+            case ScheduleBatch():
+                return self._execute(message)
+            case _:
+                self.close()
+                return None
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _start(self, message: StartWorker) -> WorkerReady | StartFailed:
+        started = time.perf_counter()
+        try:
+            config = EngineConfig.model_validate(message.config)
+            self._runner = _make_runner(config, message.device_id)
+            num_blocks = self._runner.load()
+        except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
+            logger.exception("worker cannot start")
+            return StartFailed(
+                is_config_error=isinstance(error, ConfigError),
+                message=str(error) if isinstance(error, ConfigError) else repr(error),
+            )
+        seconds = time.perf_counter() - started
+        logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
+        return WorkerReady(
+            num_blocks=num_blocks,
+            device=self._runner.device,
+            dtype=self._runner.dtype,
+            load_seconds=seconds,
+            pid=os.getpid(),
+        )
+
+    def _allocate(self, message: AllocateCache) -> CacheAllocated | StartFailed:
+        assert self._runner is not None
+        started = time.perf_counter()
+        try:
+            self._runner.allocate(message.num_blocks)
+        except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
+            logger.exception("no KV cache")
+            return StartFailed(is_config_error=False, message=f"no KV cache: {error!r}")
+        return CacheAllocated(warmup_seconds=time.perf_counter() - started)
+
+    def _execute(self, batch: ScheduleBatch) -> StepDone | StepFailed:
+        assert self._runner is not None
+        try:
+            return self._runner.execute(batch)
+        except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
+            logger.exception("step %d failed", batch.step_id)
+            kind = self._runner.classify_error(error)
+            return StepFailed(step_id=batch.step_id, kind=kind, message=repr(error))
+
+
+def _make_runner(config: EngineConfig, device_id: int) -> Runner:
+    """Return the runner of the device; a mock worker never waits for torch to be imported."""
+    if config.device == "mock":
+        return MockRunner(config)
+    from engine.worker.model_runner import ModelRunner
+
+    return ModelRunner(config, device_id)
+
+
+def serve(channel: Channel) -> None:
+    """Answer messages until Shutdown or until the main process is gone."""
+    worker = ModelWorker()
+    try:
+        while (reply := worker.handle(channel.receive_in_worker())) is not None:
+            channel.send(reply)
+    except ChannelClosedError:
+        logger.info("the main process is gone")
+    finally:
+        worker.close()

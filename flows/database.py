@@ -1,0 +1,254 @@
+"""The door to the ledger's database: URL, connections, migrations, transactions.
+
+SQLite and PostgreSQL differ here and nowhere above. One process writes through one lock, so that
+its threads wait in Python and not in the database.
+"""
+
+import json
+import math
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    cast,
+    create_engine,
+    event,
+    extract,
+    func,
+    inspect,
+    literal,
+    make_url,
+    text,
+)
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from engine import LedgerError
+from flows.migrations import HEAD, REVISIONS, VERSION_TABLE
+from flows.sqlite_file import prepare_sqlite_file
+
+Result = TypeVar("Result")
+
+_WRITE_LOCK = threading.Lock()
+_BUSY_TIMEOUT_SECONDS = 30
+_RETRY_PAUSES_SECONDS = (0.05, 0.2, 0.8, 3.0)
+# Any number will do, as long as every tokenmill takes the same one.
+_MIGRATION_LOCK = 0x746F6B656E
+_SQLITE_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_POSTGRES_TRANSIENT = (
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+)
+
+
+class Database:
+    """Connections to one database whose schema is the newest that this tokenmill knows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._writer = engine.execution_options(tokenmill_write=True)
+        self._is_sqlite = engine.dialect.name == "sqlite"
+
+    @classmethod
+    def open(cls, url: str) -> "Database":
+        """Connect, and create or upgrade the tables.
+
+        Raises:
+            LedgerError: not a usable URL, cannot be reached, on a network file system, or written
+                by a newer tokenmill.
+        """
+        parsed = _parse(url)
+        if parsed.get_backend_name() == "sqlite":
+            prepare_sqlite_file(parsed)
+        database = cls(_create_engine(parsed))
+        try:
+            database._migrate()
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    @contextmanager
+    def read(self, *, fetch_rows: int | None = None) -> Iterator[Connection]:
+        """Yield a connection inside a transaction that sees one state of the database.
+
+        fetch_rows bounds the rows of a result that are held in memory at a time.
+        """
+        try:
+            with self._engine.begin() as connection:
+                if fetch_rows is not None:
+                    connection.execution_options(yield_per=fetch_rows)
+                yield connection
+        except DBAPIError as error:
+            raise self._translated(error) from error
+
+    def write(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in one transaction; it is run again when the database was only busy.
+
+        Whatever `work` raises undoes everything that it did.
+        """
+        with _WRITE_LOCK:
+            for pause in _RETRY_PAUSES_SECONDS:
+                try:
+                    return self._write_once(work)
+                except DBAPIError as error:
+                    if not _is_transient(error):
+                        raise self._translated(error) from error
+                time.sleep(pause * random.uniform(0.5, 1.5))
+            try:
+                return self._write_once(work)
+            except DBAPIError as error:
+                raise self._translated(error) from error
+
+    def now(self) -> ColumnElement[float]:
+        """Return the expression for the time that every host agrees on.
+
+        PostgreSQL is asked, because clocks of hosts differ; SQLite lives on one host.
+        """
+        if self._is_sqlite:
+            return literal(time.time(), Double())
+        return cast(extract("epoch", func.clock_timestamp()), Double())
+
+    def _write_once(self, work: Callable[[Connection], Result]) -> Result:
+        with self._writer.begin() as connection:
+            return work(connection)
+
+    def _migrate(self) -> None:
+        with self.read() as connection:
+            revision = _revision(connection)
+        if revision == HEAD:
+            return
+        if revision is not None and revision not in REVISIONS:
+            raise LedgerError(
+                f"ledger {self._name}: its schema is revision {revision}, this tokenmill knows up "
+                f"to {HEAD}; a newer tokenmill wrote it: upgrade, or use another ledger_url"
+            )
+        self.write(self._upgrade)
+
+    def _upgrade(self, connection: Connection) -> None:
+        # Alembic takes a moment to import, and a ledger that is up to date does not need it.
+        from alembic import command
+        from alembic.config import Config
+
+        # Alembic does nothing when another process was faster, as long as it looks only now.
+        if not self._is_sqlite:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+        config = Config()
+        config.set_main_option("script_location", "flows:migrations")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+    @property
+    def _name(self) -> str:
+        return self._engine.url.render_as_string(hide_password=True)
+
+    def _translated(self, error: DBAPIError) -> LedgerError:
+        reason = " ".join(str(error.orig).split())
+        advice = (
+            "another process has held it for long; see that none hangs, then resume the job"
+            if _is_transient(error)
+            else "nothing of this transaction was kept; mend the cause, then resume the job"
+        )
+        return LedgerError(f"ledger {self._name}: {reason}; {advice}")
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise LedgerError(
+            f"ledger_url {url!r} is not a database URL; write sqlite:///FILE or "
+            "postgresql://USER@HOST/DATABASE"
+        ) from error
+    if parsed.drivername in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
+        return parsed
+    raise LedgerError(
+        f"ledger_url: {parsed.drivername} is not supported; use sqlite:///FILE or "
+        "postgresql://USER@HOST/DATABASE"
+    )
+
+
+def _create_engine(url: URL) -> Engine:
+    json_serializer: Any = _to_json
+    if url.get_backend_name() == "sqlite":
+        engine = create_engine(
+            url,
+            json_serializer=json_serializer,
+            max_overflow=-1,
+            connect_args={"timeout": _BUSY_TIMEOUT_SECONDS},
+        )
+        event.listen(engine, "connect", _set_up_sqlite_connection)
+        event.listen(engine, "begin", _begin_sqlite_transaction)
+        return engine
+    connect_args = {} if "connect_timeout" in url.query else {"connect_timeout": 15}
+    return create_engine(
+        url,
+        json_serializer=json_serializer,
+        max_overflow=-1,
+        pool_pre_ping=True,
+        connect_args={"application_name": "tokenmill", **connect_args},
+    )
+
+
+def _set_up_sqlite_connection(connection: sqlite3.Connection, record: object) -> None:
+    # The driver's own idea of when a transaction begins leaves DDL and reads outside of it.
+    connection.isolation_level = None
+    connection.execute("PRAGMA foreign_keys = ON")
+    # NORMAL would keep commits through a kill of the process, FULL keeps them through a power cut
+    # too. It costs one fsync a commit, and a commit holds many rows.
+    connection.execute("PRAGMA synchronous = FULL")
+
+
+def _begin_sqlite_transaction(connection: Connection) -> None:
+    # A transaction that reads first and writes later fails, without waiting, when another process
+    # wrote in between; one that says at once that it will write waits for its turn.
+    is_write = connection.get_execution_options().get("tokenmill_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+
+
+def _is_transient(error: DBAPIError) -> bool:
+    original = error.orig
+    if isinstance(original, sqlite3.OperationalError):
+        return (original.sqlite_errorcode & 0xFF) in _SQLITE_TRANSIENT
+    return isinstance(original, _POSTGRES_TRANSIENT)
+
+
+def _to_json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not know, by null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

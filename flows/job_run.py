@@ -1,0 +1,182 @@
+"""A job from its configuration to its outputs, Prefect left out.
+
+`JobRun.open` plans before any weights load and finds the job in the ledger or creates it,
+`run_shard` answers one shard, `finish` writes outputs and the experiment row.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import ExitCode, RunStats
+from flows.config import JobConfig
+from flows.experiments import ExperimentRun, Percentiles, record_experiment
+from flows.exporter import ExportSummary, export_job
+from flows.ledger import Ledger
+from flows.ledger_rows import JobRow
+from flows.planner import Plan
+from flows.preparation import check_model_and_sources, output_path_of, prepare, resolve
+from flows.records import RecordReader
+from flows.schema import JobState
+from flows.shard_runner import ShardJob, ShardSummary, run_shard
+from flows.stacks import StackPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """How a run of a job ended, in words that a log and a terminal can show."""
+
+    job_id: str
+    state: JobState
+    exit_code: ExitCode
+    message: str
+    output_path: Path | None
+
+
+class JobRun:
+    """One run of one job; use `JobRun.open`."""
+
+    def __init__(
+        self,
+        shard_job: ShardJob,
+        plan: Plan,
+        ledger: Ledger,
+        stacks: StackPool,
+        flow_run_id: str | None,
+    ) -> None:
+        self.config = shard_job.config
+        self.job = shard_job.job
+        self.ledger = ledger
+        self.stop = threading.Event()
+        self._shard_job = shard_job
+        self._plan = plan
+        self._stacks = stacks
+        self._flow_run_id = flow_run_id
+        self._started = time.monotonic()
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: JobConfig, *, flow_run_id: str | None = None) -> Iterator["JobRun"]:
+        """Plan the job, create it or take it up again; close engines and ledger at the end.
+
+        Raises:
+            ConfigError: something that only the user can mend, found before weights are loaded.
+            LedgerError: the ledger refuses this job.
+        """
+        config = resolve(config)
+        check_model_and_sources(config)
+        with Ledger.open(config.resolved_ledger_url) as ledger:
+            shard_job, plan = prepare(config, ledger)
+            stacks = StackPool(config.engine)
+            try:
+                yield cls(shard_job, plan, ledger, stacks, flow_run_id)
+            finally:
+                stacks.close()
+
+    @property
+    def num_slots(self) -> int:
+        """Shards that can run at a time."""
+        return self._stacks.num_slots
+
+    def pending_shards(self) -> list[int]:
+        """Return the shards that still have rows without a result."""
+        shards = self.ledger.list_shards(self.job.job_key)
+        return [shard.shard_index for shard in shards if shard.num_pending]
+
+    def run_shard(self, shard_index: int) -> ShardSummary:
+        """Answer the pending rows of one shard; see shard_runner.run_shard for what it raises."""
+        return run_shard(
+            self._shard_job,
+            shard_index,
+            ledger=self.ledger,
+            stacks=self._stacks,
+            stop=self.stop,
+            flow_run_id=self._flow_run_id,
+        )
+
+    def finish(
+        self, summaries: Sequence[ShardSummary], failures: dict[int, BaseException]
+    ) -> JobOutcome:
+        """Write the output when every row has its result, and the experiment row in any case."""
+        job = self.ledger.get_job(self.job.job_id)
+        state = _job_state(job, self.stop.is_set(), failures)
+        self.ledger.set_job_state(job.job_key, state)
+        job = self.ledger.get_job(job.job_id)
+        summary = self._export(job) if state is JobState.FINISHED else None
+        if summaries:
+            self._record(summaries)
+        return JobOutcome(
+            job_id=job.job_id,
+            state=state,
+            exit_code=_exit_code(job, state, failures),
+            message=_message(job, state, failures),
+            output_path=None if summary is None else summary.output_path,
+        )
+
+    def _export(self, job: JobRow) -> ExportSummary:
+        with RecordReader(self.config.sources, self.config.prompt) as reader:
+            return export_job(self.config, job, self.ledger, reader, output_path_of(self.config))
+
+    def _record(self, summaries: Sequence[ShardSummary]) -> None:
+        total = RunStats()
+        busy_by_slot: dict[int, float] = {}
+        for summary in summaries:
+            total = total.plus(summary.stats)
+            busy = busy_by_slot.get(summary.slot, 0.0) + summary.stats.busy_seconds
+            busy_by_slot[summary.slot] = busy
+        plan = self._plan
+        record_experiment(
+            self.ledger,
+            self.job.job_key,
+            ExperimentRun(
+                name=self.config.name,
+                model=Path(self.config.engine.model_path).name,
+                device=summaries[0].device,
+                dtype=summaries[0].dtype,
+                prompt_tokens=Percentiles(
+                    p50=plan.prompt_tokens_p50,
+                    p95=plan.prompt_tokens_p95,
+                    max=plan.prompt_tokens_max,
+                ),
+                num_new_rows=sum(s.num_ok + s.num_error for s in summaries),
+                wall_seconds=time.monotonic() - self._started,
+                busy_seconds=max(busy_by_slot.values()),
+                stats=total,
+            ),
+        )
+
+
+def _job_state(job: JobRow, is_stopped: bool, failures: dict[int, BaseException]) -> JobState:  # noqa: FBT001
+    if job.num_pending == 0:
+        return JobState.FINISHED
+    return JobState.FAILED if failures and not is_stopped else JobState.INTERRUPTED
+
+
+def _exit_code(job: JobRow, state: JobState, failures: dict[int, BaseException]) -> ExitCode:
+    if state is JobState.INTERRUPTED:
+        return ExitCode.INTERRUPTED
+    if state is JobState.FAILED:
+        codes = [
+            getattr(error, "exit_code", ExitCode.INFRASTRUCTURE) for error in failures.values()
+        ]
+        return max(codes)
+    return ExitCode.ROWS_FAILED if job.num_error else ExitCode.OK
+
+
+def _message(job: JobRow, state: JobState, failures: dict[int, BaseException]) -> str:
+    counts = f"{job.num_ok} ok, {job.num_error} failed"
+    if state is JobState.FINISHED:
+        return counts
+    hint = f"tokenmill resume {job.job_id}"
+    message = f"{counts}, {job.num_pending} pending; to go on: {hint}"
+    if failures:
+        shards = ", ".join(str(index) for index in sorted(failures))
+        first = failures[min(failures)]
+        message = f"shard(s) {shards} failed: {first}\n{message}"
+    return message

@@ -1,0 +1,183 @@
+"""Jobs and the cutting of a job into shards, as statements on a connection.
+
+flows.ledger decides which of them make one transaction. Whoever locks shards and the job locks
+the shards first, so that no two transactions wait for each other.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from engine import LedgerError
+from flows.completions import COUNTERS, count_by_shard
+from flows.leases import lock_shards, refuse_if_held
+from flows.ledger_rows import JobRow, NewJob, ShardRow
+from flows.schema import JobState, JobTable, ShardState, ShardTable
+
+_NO_COUNTS = dict.fromkeys(COUNTERS, 0)
+
+
+def create(connection: Connection, job: NewJob) -> None:
+    """Insert a job and its shards.
+
+    Raises:
+        LedgerError: a job with that id exists.
+    """
+    now = time.time()
+    values = asdict(job) | _NO_COUNTS
+    try:
+        connection.execute(
+            insert(JobTable).values(
+                **values, state=JobState.PLANNED, created_at=now, updated_at=now
+            )
+        )
+    except IntegrityError as error:
+        raise LedgerError(
+            f"job {job.job_id!r} exists already; resume it, or give another job_id"
+        ) from error
+    job_key = connection.execute(
+        select(JobTable.job_key).where(JobTable.job_id == job.job_id)
+    ).scalar_one()
+    _insert_shards(connection, job_key, num_rows=job.num_rows, num_shards=job.num_shards)
+
+
+def read(connection: Connection, job_key: int, *, is_locked: bool = False) -> JobRow:
+    """Return a job by its key, and with is_locked keep others from changing it.
+
+    Raises:
+        LedgerError: no such job.
+    """
+    query = select(JobTable).where(JobTable.job_key == job_key)
+    row = connection.execute(query.with_for_update() if is_locked else query).mappings().first()
+    if row is None:
+        raise LedgerError(f"the ledger has no job with key {job_key}")
+    return to_job_row(row)
+
+
+def set_state(connection: Connection, job_key: int, state: JobState) -> None:
+    """Move a job to another state.
+
+    Raises:
+        LedgerError: the job would be finished with rows pending.
+    """
+    job = read(connection, job_key, is_locked=True)
+    if state is JobState.FINISHED and job.num_pending:
+        raise LedgerError(
+            f"job {job.job_id!r} cannot be finished: {job.num_pending} of {job.num_rows} rows "
+            "have no result; resume it"
+        )
+    _update(connection, job_key, {"state": state})
+
+
+def add_counts(connection: Connection, job_key: int, counts: Mapping[str, int]) -> None:
+    """Add to the job's counters."""
+    values = {name: getattr(JobTable, name) + number for name, number in counts.items()}
+    _update(connection, job_key, values)
+
+
+def add_shard_counts(
+    connection: Connection, job_key: int, shard_index: int, counts: Mapping[str, int]
+) -> None:
+    """Add to a shard's counters."""
+    connection.execute(
+        update(ShardTable)
+        .where(ShardTable.job_key == job_key, ShardTable.shard_index == shard_index)
+        .values({name: getattr(ShardTable, name) + number for name, number in counts.items()})
+    )
+
+
+def reshard(
+    connection: Connection, job_key: int, num_shards: int, *, now: ColumnElement[float]
+) -> None:
+    """Cut the job into another number of shards and count what is done in each.
+
+    Raises:
+        LedgerError: a living owner holds one of its shards.
+    """
+    shards = lock_shards(connection, job_key, now=now)
+    job = read(connection, job_key, is_locked=True)
+    if job.num_shards == num_shards:
+        return
+    for shard in shards:
+        refuse_if_held(shard)
+    connection.execute(delete(ShardTable).where(ShardTable.job_key == job_key))
+    # Epochs go on above the old ones: an old lease must not fit a new shard of the same index.
+    _insert_shards(
+        connection,
+        job_key,
+        num_rows=job.num_rows,
+        num_shards=num_shards,
+        lease_epoch=1 + max((shard["lease_epoch"] for shard in shards), default=0),
+        attempt=max((shard["attempt"] for shard in shards), default=0),
+    )
+    _update(connection, job_key, {"num_shards": num_shards})
+
+
+def find_changes(
+    job: JobRow, *, fingerprint: Mapping[str, str], manifest_hash: str, num_rows: int
+) -> list[str]:
+    """List what differs from what the job was started with, one `name: was A, is now B` each."""
+    old = {**job.fingerprint, "number of rows": job.num_rows, "input": job.manifest_hash}
+    new = {**fingerprint, "number of rows": num_rows, "input": manifest_hash}
+    return [
+        f"{name}: was {old.get(name, 'not set')}, is now {new.get(name, 'not set')}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def to_job_row(row: RowMapping) -> JobRow:
+    """Read a row of JobTable."""
+    values = {field.name: row[field.name] for field in fields(JobRow)}
+    return JobRow(**values | {"state": JobState(row["state"])})
+
+
+def to_shard_row(row: RowMapping) -> ShardRow:
+    """Read a row of ShardTable."""
+    values = {field.name: row[field.name] for field in fields(ShardRow)}
+    return ShardRow(**values | {"state": ShardState(row["state"])})
+
+
+def _update(connection: Connection, job_key: int, values: Mapping[str, object]) -> None:
+    connection.execute(
+        update(JobTable)
+        .where(JobTable.job_key == job_key)
+        .values({**values, "updated_at": time.time()})
+    )
+
+
+def _insert_shards(
+    connection: Connection,
+    job_key: int,
+    *,
+    num_rows: int,
+    num_shards: int,
+    lease_epoch: int = 0,
+    attempt: int = 0,
+) -> None:
+    counted = count_by_shard(connection, job_key, num_rows=num_rows, num_shards=num_shards)
+    values = []
+    for shard_index in range(num_shards):
+        # The shard of a row is row_index * num_shards // num_rows; this is its inverse.
+        first_row = -(-shard_index * num_rows // num_shards)
+        end_row = -(-(shard_index + 1) * num_rows // num_shards)
+        counts = counted.get(shard_index, _NO_COUNTS)
+        num_done = counts["num_ok"] + counts["num_error"] + counts["num_skipped"]
+        is_done = 0 < end_row - first_row <= num_done
+        values.append(
+            {
+                "job_key": job_key,
+                "shard_index": shard_index,
+                "state": ShardState.DONE if is_done else ShardState.PENDING,
+                "first_row": first_row,
+                "num_rows": end_row - first_row,
+                "attempt": attempt,
+                "lease_epoch": lease_epoch,
+                "busy_seconds": 0.0,
+                **counts,
+            }
+        )
+    connection.execute(insert(ShardTable), values)

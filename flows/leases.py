@@ -1,0 +1,142 @@
+"""Leases of shards: who may commit, and when somebody else may take over.
+
+A lease is a number, its epoch, that only grows. Every write of a holder names its epoch in the
+same transaction, so that a holder that was taken for dead cannot write after all.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, select, update
+
+from engine import LedgerError
+from flows.ledger_rows import Lease
+from flows.owner import Owner
+from flows.schema import JobTable, ShardState, ShardTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """Who takes a lease, and how long he may be silent before he counts as dead."""
+
+    owner: Owner
+    lease_seconds: float
+    flow_run_id: str | None
+
+
+def acquire(
+    connection: Connection,
+    job_key: int,
+    shard_index: int,
+    *,
+    terms: LeaseTerms,
+    now: ColumnElement[float],
+) -> Lease:
+    """Take the shard, from nobody or from an owner that is gone.
+
+    Raises:
+        LedgerError: there is no such shard, or a living owner holds it.
+    """
+    shards = lock_shards(connection, job_key, now=now, shard_index=shard_index)
+    if not shards:
+        raise LedgerError(f"job {job_key} has no shard {shard_index}; plan the job first")
+    shard = shards[0]
+    refuse_if_held(shard)
+    lease = Lease(
+        job_key=job_key,
+        shard_index=shard_index,
+        epoch=shard["lease_epoch"] + 1,
+        owner=str(terms.owner),
+        attempt=shard["attempt"] + 1,
+        first_row=shard["first_row"],
+        num_rows=shard["num_rows"],
+    )
+    connection.execute(
+        update(ShardTable)
+        .where(ShardTable.job_key == job_key, ShardTable.shard_index == shard_index)
+        .values(
+            state=ShardState.RUNNING,
+            attempt=lease.attempt,
+            lease_owner=lease.owner,
+            lease_epoch=lease.epoch,
+            lease_seconds=terms.lease_seconds,
+            heartbeat_at=now,
+            flow_run_id=terms.flow_run_id,
+            started_at=now,
+            finished_at=None,
+            error_message=None,
+        )
+    )
+    return lease
+
+
+def fence(connection: Connection, lease: Lease, **values: object) -> None:
+    """Change the lease's shard, and lock it until the transaction ends.
+
+    Raises:
+        LedgerError: the lease was lost; nothing may be written under it.
+    """
+    is_shard = (
+        ShardTable.job_key == lease.job_key,
+        ShardTable.shard_index == lease.shard_index,
+    )
+    is_held = (ShardTable.lease_epoch == lease.epoch, ShardTable.lease_owner == lease.owner)
+    changed = connection.execute(update(ShardTable).where(*is_shard, *is_held).values(**values))
+    if changed.rowcount == 1:
+        return
+    found = connection.execute(
+        select(ShardTable.lease_owner, ShardTable.lease_epoch).where(*is_shard)
+    ).first()
+    if found is None:
+        raise LedgerError(f"lease of shard {lease.shard_index} was lost: the shard is gone")
+    holder = "nobody" if found.lease_owner is None else _name(found.lease_owner)
+    raise LedgerError(
+        f"lease of shard {lease.shard_index} was lost: this process held epoch {lease.epoch}, now "
+        f"{holder} holds epoch {found.lease_epoch}; nothing of this write was kept. Either the "
+        "lease was released, or its owner was silent for longer than lease_seconds"
+    )
+
+
+def lock_shards(
+    connection: Connection,
+    job_key: int,
+    *,
+    now: ColumnElement[float],
+    shard_index: int | None = None,
+) -> list[RowMapping]:
+    """Lock and return one shard, or all, with `job_id` and `now` as further columns."""
+    query = (
+        select(ShardTable, JobTable.job_id, now.label("now"))
+        .join(JobTable, JobTable.job_key == ShardTable.job_key)
+        .where(ShardTable.job_key == job_key)
+        .order_by(ShardTable.shard_index)
+        .with_for_update(of=ShardTable)
+    )
+    if shard_index is not None:
+        query = query.where(ShardTable.shard_index == shard_index)
+    return list(connection.execute(query).mappings())
+
+
+def refuse_if_held(shard: RowMapping) -> None:
+    """Check a row of `lock_shards`.
+
+    Raises:
+        LedgerError: says who holds the shard, since when, and when it may be taken over.
+    """
+    if shard["lease_owner"] is None or Owner.parse(shard["lease_owner"]).is_gone():
+        return
+    silent_seconds = shard["now"] - shard["heartbeat_at"]
+    if silent_seconds > shard["lease_seconds"]:
+        return
+    since = datetime.fromtimestamp(shard["started_at"], UTC)
+    raise LedgerError(
+        f"job {shard['job_id']!r}: shard {shard['shard_index']} is held by "
+        f"{_name(shard['lease_owner'])} since {since:%Y-%m-%d %H:%M:%S} UTC, last heartbeat "
+        f"{silent_seconds:.0f} s ago; let it finish or stop it, then resume the job (an owner "
+        f"that is silent for {shard['lease_seconds']:g} s is taken for dead)"
+    )
+
+
+def _name(owner_text: str) -> str:
+    owner = Owner.parse(owner_text)
+    return f"process {owner.pid} on host {owner.host}"

@@ -1,0 +1,181 @@
+"""From a job's configuration to something that can run: planned, and known to the ledger.
+
+Everything that only the user can mend comes out here, before any weights load.
+"""
+
+import logging
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine import ModelSource, SamplingParams, Tokenizer
+from flows.config import JobConfig
+from flows.ledger import Ledger
+from flows.ledger_rows import CompletionRow, JobRow, NewJob
+from flows.planner import Plan, plan_job
+from flows.records import RecordReader
+from flows.schema import JobState, RowState
+from flows.shard_runner import ShardJob
+
+logger = logging.getLogger(__name__)
+_SHOWN_BAD_ROWS = 10
+
+
+def resolve(config: JobConfig) -> JobConfig:
+    """Return the configuration with a job id and absolute paths, so that any folder can resume it."""
+    engine = config.engine
+    engine_paths: dict[str, Any] = {}
+    if engine.device != "mock":
+        engine_paths["model_path"] = str(Path(engine.model_path).absolute())
+    if engine.tokenizer_path is not None:
+        engine_paths["tokenizer_path"] = str(Path(engine.tokenizer_path).absolute())
+    job_id = config.job_id or new_job_id(config.name)
+    log_dir = engine.log_dir or Path("runs") / job_id / "logs"
+    output = config.output.path
+    return config.model_copy(
+        update={
+            "job_id": job_id,
+            "sources": tuple(
+                source.model_copy(update={"path": source.path.absolute()})
+                for source in config.sources
+            ),
+            "engine": engine.model_copy(update={**engine_paths, "log_dir": log_dir.absolute()}),
+            "output": config.output.model_copy(
+                update={"path": None if output is None else output.absolute()}
+            ),
+        }
+    )
+
+
+def new_job_id(name: str) -> str:
+    """Return a job id that sorts by time: NAME-YYYYMMDD-HHMMSS-xxxx."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def job_dir_of(config: JobConfig) -> Path:
+    """Return the job's own folder: row index, logs, and the output unless it has its own path."""
+    assert config.engine.log_dir is not None
+    return config.engine.log_dir.parent
+
+
+def output_path_of(config: JobConfig) -> Path:
+    """Return where the output goes."""
+    return config.output.path or job_dir_of(config) / "output.jsonl"
+
+
+def check_model_and_sources(config: JobConfig) -> ModelSource:
+    """Find the quick faults: a missing folder or file, a template that does not compile.
+
+    Raises:
+        ConfigError: names the fault and the remedy.
+    """
+    RecordReader(config.sources, config.prompt).close()
+    return ModelSource.inspect(config.engine)
+
+
+def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
+    """Plan a resolved configuration, and create its job or take it up again.
+
+    Raises:
+        ConfigError: something that only the user can mend.
+        LedgerError: the job exists, but with other inputs.
+    """
+    assert config.job_id is not None
+    source = ModelSource.inspect(config.engine)
+    tokenizer = Tokenizer.load(config.engine, source)
+    sampling = source.sampling_defaults(config.engine).overlaid(config.sampling.given())
+    job_dir = job_dir_of(config)
+    job_dir.mkdir(parents=True, exist_ok=True)
+    with RecordReader(config.sources, config.prompt) as reader:
+        plan = plan_job(
+            config,
+            reader,
+            tokenizer,
+            max_model_len=source.max_model_len,
+            index_path=job_dir / "rows.sqlite",
+            default_sampling=sampling,
+        )
+    fingerprint = (
+        source.fingerprint() | tokenizer.fingerprint() | _job_fingerprint(config, sampling)
+    )
+    job = _find_or_create(config, ledger, plan, fingerprint)
+    _commit_bad_rows(ledger, job, plan)
+    ledger.set_job_state(job.job_key, JobState.RUNNING)
+    seed = sampling.seed if sampling.seed is not None else job.seed
+    shard_job = ShardJob(
+        config=config,
+        job=job,
+        index_path=plan.index_path,
+        sampling=sampling.overlaid({"seed": seed}),
+        job_dir=job_dir,
+    )
+    return shard_job, plan
+
+
+def _job_fingerprint(config: JobConfig, sampling: SamplingParams) -> dict[str, str]:
+    return {
+        "sampling": msgspec.json.encode(sampling.model_dump(), order="sorted").decode(),
+        "prompt": msgspec.json.encode(config.prompt.model_dump(), order="sorted").decode(),
+        "seed": "drawn" if config.seed is None else str(config.seed),
+    }
+
+
+def _find_or_create(
+    config: JobConfig, ledger: Ledger, plan: Plan, fingerprint: dict[str, str]
+) -> JobRow:
+    assert config.job_id is not None
+    job = ledger.find_job(config.job_id)
+    if job is None:
+        return ledger.create_job(
+            NewJob(
+                job_id=config.job_id,
+                config=config.model_dump(mode="json", exclude={"ledger_url"}),
+                seed=config.seed if config.seed is not None else secrets.randbits(63),
+                fingerprint=fingerprint,
+                manifest_hash=plan.manifest_hash,
+                num_rows=plan.num_rows,
+                num_shards=config.shards,
+            )
+        )
+    ledger.check_resumable(
+        job, fingerprint=fingerprint, manifest_hash=plan.manifest_hash, num_rows=plan.num_rows
+    )
+    if job.num_shards != config.shards:
+        ledger.reshard(job.job_key, config.shards)
+        job = ledger.get_job(config.job_id)
+    logger.info(
+        "resuming job=%s rows_done=%d rows=%d",
+        job.job_id,
+        job.num_rows - job.num_pending,
+        job.num_rows,
+    )
+    return job
+
+
+def _commit_bad_rows(ledger: Ledger, job: JobRow, plan: Plan) -> None:
+    if not plan.num_bad_rows:
+        return
+    with plan.open_index() as index:
+        ledger.commit_bad_rows(
+            job.job_key,
+            (
+                CompletionRow(
+                    row_index=row.row_index,
+                    row_id=row.row_id,
+                    state=RowState.ERROR,
+                    error_code=row.error_code,
+                    error_message=row.error_message,
+                    finish_reason="error",
+                    num_prompt_tokens=row.num_prompt_tokens,
+                )
+                for row in index.bad_rows()
+            ),
+        )
+        for number, row in enumerate(index.bad_rows()):
+            if number == _SHOWN_BAD_ROWS:
+                logger.warning("and %d more bad rows", plan.num_bad_rows - number)
+                break
+            logger.warning("bad row: %s: %s", row.error_code, row.error_message)

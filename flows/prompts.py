@@ -1,0 +1,151 @@
+"""How a row's columns become what the model is asked: Jinja templates and the chat form."""
+
+from typing import Any
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine import ConfigError, RequestError, RequestErrorCode
+from flows.config import ColumnMapping, PromptConfig
+from flows.rows import (
+    PromptRecord,
+    RowLocation,
+    read_messages,
+    read_priority,
+    read_prompt_text,
+    read_prompt_token_ids,
+    read_sampling,
+    shown_names,
+    without_surrogates,
+)
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class PromptBuilder:
+    """Builds the PromptRecord of a row; templates are compiled once.
+
+    Raises:
+        ConfigError: a template does not compile, or a setting could never have an effect.
+    """
+
+    def __init__(self, prompt: PromptConfig) -> None:
+        environment = _make_environment()
+        self._template = _compile(environment, "prompt.template", prompt.template)
+        self._system = _compile(environment, "prompt.system", prompt.system)
+        self._is_chat = prompt.format == "chat"
+        if self._system is not None and not self._is_chat:
+            raise ConfigError(
+                "prompt.system is set and prompt.format is text, which has no system message; "
+                "write format: chat, or put the text into prompt.template"
+            )
+
+    def build(
+        self,
+        columns: dict[str, Any],
+        mapping: ColumnMapping,
+        *,
+        row_index: int,
+        row_id: str,
+        location: RowLocation,
+    ) -> PromptRecord:
+        """Return the row as the engine can be asked about it.
+
+        Raises:
+            RequestError: no prompt, several, one of a wrong type, or a template that fails.
+        """
+        kinds = self._prompt_of(columns, mapping)
+        return PromptRecord(
+            row_index=row_index,
+            row_id=row_id,
+            location=location,
+            sampling=read_sampling(columns, mapping),
+            priority=read_priority(columns, mapping),
+            columns=columns,
+            **kinds,
+        )
+
+    def _prompt_of(self, columns: dict[str, Any], mapping: ColumnMapping) -> dict[str, Any]:
+        if self._template is not None:
+            return self._from_text(_render("prompt.template", self._template, columns), columns)
+        names = (mapping.prompt, mapping.messages, mapping.prompt_token_ids)
+        present = [name for name in names if columns.get(name) is not None]
+        if len(present) != 1:
+            raise _not_one_prompt(present, names, columns)
+        if present[0] == mapping.prompt:
+            return self._from_text(read_prompt_text(columns, mapping), columns)
+        if present[0] == mapping.messages:
+            messages = without_surrogates(read_messages(columns, mapping))
+            return {"messages": self._with_system(messages, columns)}
+        return {"prompt_token_ids": read_prompt_token_ids(columns, mapping)}
+
+    def _from_text(self, text: str, columns: dict[str, Any]) -> dict[str, Any]:
+        clean = without_surrogates(text)
+        if not self._is_chat:
+            return {"prompt": clean}
+        return {"messages": self._with_system([{"role": "user", "content": clean}], columns)}
+
+    def _with_system(
+        self, messages: list[dict[str, Any]], columns: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        if self._system is None or any(m["role"] in _SYSTEM_ROLES for m in messages):
+            return messages
+        content = without_surrogates(_render("prompt.system", self._system, columns))
+        return [{"role": "system", "content": content}, *messages]
+
+
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    # Immutable: a template may not change the columns that are carried to the output. The newline
+    # that ends a template is dropped (Jinja's default): it is YAML's, not the user's.
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    # A row is rendered at plan, in its shard and at each resume, and must come out the same.
+    del environment.filters["random"]
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _compile(
+    environment: ImmutableSandboxedEnvironment, name: str, source: str | None
+) -> Template | None:
+    if source is None:
+        return None
+    try:
+        template = environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{name}, line {error.lineno}: not a valid Jinja template: {error.message}"
+        ) from error
+    # Each rendering copies the globals, and Jinja's ChainMap of them is slow to copy.
+    template.globals = dict(template.globals)
+    return template
+
+
+def _render(name: str, template: Template, columns: dict[str, Any]) -> str:
+    try:
+        return template.render(columns)
+    except UndefinedError as error:
+        raise RequestError(
+            RequestErrorCode.BAD_TEMPLATE,
+            f"{name}: {error.message}; the row's columns are {shown_names(columns)}; "
+            "mend the row, or write default(...) in the template",
+        ) from error
+    # A template runs the user's code over the user's data and may raise anything.
+    except Exception as error:
+        raise RequestError(
+            RequestErrorCode.BAD_TEMPLATE,
+            f"{name} fails on this row: {type(error).__name__}: {error}",
+        ) from error
+
+
+def _not_one_prompt(
+    present: list[str], names: tuple[str, ...], columns: dict[str, Any]
+) -> RequestError:
+    if present:
+        message = f"several prompts: {shown_names(present)}; keep one and set the others to null"
+    else:
+        message = (
+            f"no prompt: wanted one of the columns {shown_names(names)}, found "
+            f"{shown_names(columns)}; name the column in the source's columns.prompt, or write "
+            "prompt.template"
+        )
+    return RequestError(RequestErrorCode.BAD_ROW, message)

@@ -1,0 +1,91 @@
+"""The file of an SQLite ledger: where it may lie, and how it is prepared for many processes."""
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+from sqlalchemy import URL
+
+from engine import LedgerError
+
+# SQLite's locks and its shared memory do not hold across the hosts of these.
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre",
+        "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs", "virtiofs", "vboxsf",
+    }
+)  # fmt: skip
+# A container's own layer when it runs without root: local, whatever its name says.
+_LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})
+_WAL_ATTEMPTS = 200
+
+
+def prepare_sqlite_file(url: URL) -> None:
+    """Create the folder, refuse network file systems, and switch the file to WAL.
+
+    Raises:
+        LedgerError: says why there can be no ledger at that place.
+    """
+    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
+        raise LedgerError(
+            f"ledger_url {url.render_as_string()}: a ledger must be a file; "
+            "write sqlite:///FILE, with four slashes when FILE is an absolute path"
+        )
+    path = Path(str(url.database))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LedgerError(
+            f"ledger {path}: cannot create its folder: {error.strerror}; change ledger_url"
+        ) from error
+    refuse_network_file_system(path, Path("/proc/mounts"))
+    try:
+        _switch_to_wal(path)
+    except sqlite3.Error as error:
+        raise LedgerError(f"ledger {path}: {error}; change ledger_url, or mend the file") from error
+
+
+def refuse_network_file_system(path: Path, mounts: Path) -> None:
+    """Look up the file system of `path` in a table of mounts in the form of /proc/mounts.
+
+    Raises:
+        LedgerError: it is one where SQLite loses rows when two hosts write.
+    """
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return  # not Linux: nothing is known, nothing is refused
+    folder = path.parent.resolve()
+    kind, depth = "", -1
+    for line in lines:
+        _, mount_point, file_system, *_ = line.split(" ")
+        point = Path(mount_point.replace("\\040", " ").replace("\\011", "\t"))
+        # A later line of the same depth is mounted over the earlier one.
+        if folder.is_relative_to(point) and len(point.parts) >= depth:
+            kind, depth = file_system, len(point.parts)
+    is_remote_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
+    if kind in _NETWORK_FILE_SYSTEMS or is_remote_fuse:
+        raise LedgerError(
+            f"ledger {path} lies on a network file system ({kind}), where SQLite can lose rows; "
+            "put it on a local disk, or use PostgreSQL: ledger_url: postgresql://USER@HOST/DATABASE"
+        )
+
+
+def _switch_to_wal(path: Path) -> None:
+    """Let readers and one writer work at a time; the mode stays with the file.
+
+    The switch needs the file for itself and does not wait for it, so that processes that open a
+    new ledger together must try again.
+    """
+    with closing(sqlite3.connect(path, timeout=30)) as connection:
+        for attempt in range(_WAL_ATTEMPTS):
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                is_last = attempt == _WAL_ATTEMPTS - 1
+                if is_last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
