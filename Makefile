@@ -61,7 +61,7 @@ test-unit: $(STAMP) ## Run the tests that need no process, database or model; un
 test-integration: $(STAMP) ## Run the tests with real processes, databases and models.
 	@$(BIN)/python -m pytest -m "$(INTEGRATION)"
 
-docs-check: $(STAMP) ## Check links, files and make targets that the documents name.
+docs-check: $(STAMP) ## Check what the documents say: links, files, commands, job files, Python.
 	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 check: lint types layers test ## Run everything that CI runs.

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
     """Base of every section: frozen, and a misspelt key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+OrderPolicy = Literal["fcfs", "priority", "shortest_first", "longest_first", "prefix"]
 
 
 class SchedulerConfig(Section):
@@ -24,6 +27,46 @@ class SchedulerConfig(Section):
         description="full reserves KV blocks for max_tokens at admission and never preempts; "
         "grow takes blocks as the text grows and preempts when they run out.",
     )
+    order: OrderPolicy = Field(
+        default="priority",
+        description="Who is admitted first: fcfs, the lower priority number (the longer one waits "
+        "the more it counts), the shortest or longest request, or those that share a prefix.",
+    )
+    aging_requests: int = Field(
+        default=256,
+        ge=1,
+        description="With order priority: one level is worth this many later arrivals, so nobody "
+        "waits for ever.",
+    )
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="Requests read ahead, among which the order chooses."
+    )
+    batching: Literal["continuous", "dynamic", "static"] = Field(
+        default="continuous",
+        description="continuous lets requests join at any step; dynamic lets them join in groups; "
+        "static runs one batch to its end before the next.",
+    )
+    max_batch_size: int | None = Field(
+        default=None, ge=1, description="With dynamic and static: requests of a group or batch."
+    )
+    max_wait_ms: float = Field(
+        default=50.0,
+        ge=0,
+        description="With dynamic and static: how long a group waits to be filled; dynamic waits "
+        "less when the arrivals of the last seconds say that it does not pay.",
+    )
+    max_prefill_fraction: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Most of a step that one long prompt may take while others want it too.",
+    )
+    long_request_tokens: int | None = Field(
+        default=None, ge=1, description="Prompts longer than this go into a lane of their own."
+    )
+    max_long_requests: int | None = Field(
+        default=None, ge=1, description="Most requests of that lane that run at a time."
+    )
     num_steps_in_flight: Literal[1, 2] = Field(
         default=1, description="2 schedules the next step while the device runs this one."
     )
@@ -35,6 +78,8 @@ class SchedulerConfig(Section):
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
                 f"{self.max_num_seqs}; each running request needs one token a step"
             )
+        if (self.long_request_tokens is None) != (self.max_long_requests is None):
+            raise ValueError("long_request_tokens and max_long_requests go together; set both")
         return self
 
 
@@ -48,7 +93,7 @@ class CacheConfig(Section):
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Memory for the KV cache in GiB; left out, see memory_fraction.",
+        description="Memory for the KV cache in GiB, on each device; left out, see memory_fraction.",
     )
     memory_fraction: float | None = Field(
         default=None,
@@ -92,7 +137,11 @@ class RuntimeConfig(Section):
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of a worker; left out, the cores of this process.",
+        description="CPU threads of an engine, shared out among its workers; left out, the cores "
+        "of this process.",
+    )
+    mock_max_step_tokens: int | None = Field(
+        default=None, ge=1, description="The mock device has no memory for larger steps."
     )
     mock_step_seconds: float = Field(
         default=0.0, ge=0, description="What one step of the mock device takes."
@@ -118,7 +167,14 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto takes the dtype that the checkpoint was saved in."
     )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that share one model.")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Devices that share one model; on the CPU, workers that share its cores.",
+    )
+    pipeline_parallel_size: int = Field(
+        default=1, ge=1, description="Only 1: layers are not split over devices."
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
@@ -143,17 +199,33 @@ class EngineConfig(Section):
     chat: ChatConfig = Field(default_factory=ChatConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
 
+    @field_validator("pipeline_parallel_size")
+    @classmethod
+    def _no_pipeline(cls, size: int) -> int:
+        if size > 1:
+            raise ValueError(
+                f"{size} is not possible: tokenmill does not split layers over devices; use "
+                "tensor_parallel_size"
+            )
+        return size
+
     @model_validator(mode="after")
     def _devices_fit_the_ranks(self) -> "EngineConfig":
         if len(set(self.device_ids)) != len(self.device_ids):
             raise ValueError(f"device_ids {list(self.device_ids)} names a device twice")
+        if self.runtime.inline and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor_parallel_size} takes a process for each "
+                "worker; set runtime.inline to false"
+            )
         if self.device == "cpu" and self.device_ids != (0,):
             raise ValueError(
                 f"device_ids {list(self.device_ids)}: the cpu is one device, write [0]"
             )
-        if len(self.device_ids) % self.tensor_parallel_size:
+        if self.device != "cpu" and len(self.device_ids) % self.tensor_parallel_size:
             raise ValueError(
                 f"{len(self.device_ids)} device_ids cannot be shared out to engines of "
-                f"tensor_parallel_size {self.tensor_parallel_size}"
+                f"tensor_parallel_size {self.tensor_parallel_size}; give more, or, to share the "
+                "cores of the cpu, set device to cpu"
             )
         return self

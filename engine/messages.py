@@ -9,12 +9,15 @@ from typing import Any
 
 import msgspec
 
+from engine.logprobs import ScoredPart, TokenLogprob
 
-class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How the worker picks a request's next token.
+
+class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the worker picks a request's next token, in SamplingParams' names.
 
     One uniform number is drawn per (seed, sampling_key, sample_index, output position).
-    forbidden_token_ids may not be sampled before min_tokens tokens are there.
+    forbidden_token_ids may not be sampled before min_tokens tokens are there. bad_words are given
+    as tokens. With is_scoring_only nothing is sampled when the prompt is computed.
     """
 
     temperature: float
@@ -26,6 +29,14 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: int
     min_tokens: int = 0
     forbidden_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    is_scoring_only: bool = False
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +73,16 @@ class ScheduleBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """First message to a worker: what to load, and which share of it."""
+    """First message to a worker: what to load, and which share of it.
+
+    rendezvous_dir is an empty folder where the ranks of this engine meet.
+    """
 
     config: dict[str, Any]
     rank: int
     world_size: int
     device_id: int
+    rendezvous_dir: str = ""
 
 
 class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
@@ -104,13 +119,18 @@ class WorkerTimings(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sample_seconds: float = 0.0
 
 
-class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """One token for each request that sampled in this step, in the order of uids."""
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done", omit_defaults=True):
+    """One token for each request that sampled in this step, in the order of uids.
+
+    logprobs and prompt_logprobs hold, by uid, what requests have asked for.
+    """
 
     step_id: int
     uids: list[int]
     token_ids: list[int]
     timings: WorkerTimings
+    logprobs: dict[int, TokenLogprob] = {}
+    prompt_logprobs: dict[int, ScoredPart] = {}
 
 
 class StepFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -51,6 +51,7 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_steps: int = 0
+    num_failed_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -146,6 +147,15 @@ class StatsCollector:
         )
         self._busy_since = now
         return step
+
+    def step_failed(self) -> None:
+        """Note that the oldest step came to nothing."""
+        now = self._clock()
+        self._in_flight.popleft()
+        self._total = self._total.plus(
+            RunStats(num_failed_steps=1, busy_seconds=now - self._busy_since)
+        )
+        self._busy_since = now
 
     def take(self, bucket_seconds: dict[str, float]) -> RunStats:
         """Return the sums since the last take, with these wall seconds, and start anew."""

@@ -27,6 +27,7 @@ _GENERATION_FIELDS = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 MOCK_VOCAB_SIZE = 512
@@ -38,7 +39,7 @@ class ModelSource:
     """A model folder, read but not loaded.
 
     generation_defaults are sampling fields that the folder's generation_config.json sets, under
-    SamplingParams' names.
+    SamplingParams' names. A number of heads is 0 when config.json does not say it.
     """
 
     path: Path
@@ -48,6 +49,8 @@ class ModelSource:
     dtype: str
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
     is_mock: bool = False
 
     @classmethod
@@ -71,6 +74,7 @@ class ModelSource:
                 f"engine.max_model_len is {wanted}, but {path} has positions for {limit}; lower it"
             )
         generation = _read_json(path / _GENERATION_CONFIG_NAME, is_optional=True)
+        num_heads = _first_int(text, "num_attention_heads", "n_head", "num_heads")
         return cls(
             path=path,
             model_type=str(data.get("model_type", "unknown")),
@@ -79,6 +83,8 @@ class ModelSource:
             dtype=_dtype(config, data, text),
             eos_token_ids=_eos_ids(text, generation),
             generation_defaults=_generation_defaults(generation),
+            num_attention_heads=num_heads,
+            num_key_value_heads=_first_int(text, "num_key_value_heads") or num_heads,
         )
 
     @classmethod
@@ -117,7 +123,7 @@ def _check_folder(path: Path) -> None:
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, siblings, n=1)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
+        hint = f"; did you mean {path.parent / close[0]}?" if close else "."
         raise ConfigError(
             f"engine.model_path: found no folder {path}{hint} Wanted a folder with {_CONFIG_NAME} "
             "and *.safetensors; tokenmill loads local folders only, it never downloads"
@@ -142,6 +148,10 @@ def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: found {type(data).__name__}, wanted an object")
     return data
+
+
+def _first_int(text: dict[str, Any], *names: str) -> int:
+    return next((text[name] for name in names if isinstance(text.get(name), int)), 0)
 
 
 def _max_positions(text: dict[str, Any], path: Path) -> int:

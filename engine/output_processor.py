@@ -63,6 +63,10 @@ class OutputProcessor:
         is_armed = len(request.output_token_ids) >= params.min_tokens
         return search.push(token_id, params.stop, is_armed=is_armed)
 
+    def forget(self, request: InferRequest) -> None:
+        """Drop a request that was given up."""
+        self._searches.pop(request.uid, None)
+
     def complete(self, request: InferRequest) -> Completion:
         """Return the answer of a request that is DONE or ERROR, and forget the request."""
         assert request.finish_reason is not None
@@ -85,8 +89,8 @@ class OutputProcessor:
         )
 
     def _text(self, request: InferRequest, search: _StopSearch | None) -> str:
-        if search is None:
-            return self._tokenizer.decode(request.output_token_ids)
-        if search.cut_at is None:
+        if search is not None and search.cut_at is None:
             search.finish(request.params.stop)
+        if search is None or search.cut_at is None:
+            return self._tokenizer.decode(request.output_token_ids)
         return search.text[: search.cut_at]

@@ -4,7 +4,7 @@ GenerateRequest is what a caller hands in, InferRequest is the one mutable objec
 (owned by the Scheduler), Completion is what comes out. None of them knows a tensor or a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from hashlib import blake2b
@@ -62,6 +62,11 @@ class GenerateRequest:
     """One prompt and how to answer it; exactly one of prompt, messages, prompt_token_ids is set.
 
     prompt_token_ids may be a list, a numpy array or a tensor of one dimension.
+
+    turns are later user messages of a conversation: each is asked after the reply to the one
+    before, and the completion brings all replies. depends_on are ids of the same run whose
+    completions this one waits for; build_messages then makes its messages from their texts by
+    id. A request that others depend on has is_dependency set (`generate` sees to that itself).
     """
 
     request_id: str
@@ -72,6 +77,18 @@ class GenerateRequest:
     sampling_key: int | None = None
     priority: int = 0
     timeout_seconds: float | None = None
+    turns: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
+    build_messages: Callable[[dict[str, str]], Sequence[dict[str, Any]]] | None = None
+    is_dependency: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What was answered in an earlier turn of a conversation."""
+
+    text: str
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +96,8 @@ class Completion:
     """The answer to one sample of one request.
 
     text and token_ids are empty when `error` is set. num_cached_tokens counts the prompt tokens
-    that the prefix cache supplied.
+    that the prefix cache supplied. replies are those of the turns before the last, whose answer
+    is the text.
     """
 
     request_id: str
@@ -91,11 +109,25 @@ class Completion:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: RequestError | None = None
+    replies: tuple[Reply, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated, the one that ended the text included."""
-        return len(self.token_ids)
+        """Tokens generated in all turns, those that ended a text included."""
+        return len(self.token_ids) + sum(len(reply.token_ids) for reply in self.replies)
+
+
+def failed_completion(request_id: str, error: RequestError) -> Completion:
+    """Return the completion of a request that never ran."""
+    return Completion(
+        request_id=request_id,
+        sample_index=0,
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        num_prompt_tokens=0,
+        error=error,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -104,7 +136,7 @@ class InferRequest:
 
     num_computed_tokens counts tokens whose KV is written or being written by a step in flight.
     num_pending_tokens counts tokens that a step in flight will sample: the scheduler plans with
-    them before it knows them. epoch is raised at preemption, so that a stale output is dropped.
+    them before it knows them; num_tokens counts them too. epoch is raised at preemption, so that a stale output is dropped.
     block_hashes grow with the tokens and survive a preemption, since tokens are never taken back.
     """
 
@@ -119,12 +151,14 @@ class InferRequest:
     sample_index: int = 0
     priority: int = 0
     deadline: float | None = None
+    arrival_time: float = 0.0
     state: RequestState = RequestState.WAITING
     epoch: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
@@ -132,6 +166,9 @@ class InferRequest:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,12 +178,7 @@ class InferRequest:
     @property
     def num_known_tokens(self) -> int:
         """Prompt and generated tokens whose values are known here."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens and those that steps in flight will have sampled."""
-        return self.num_known_tokens + self.num_pending_tokens
+        return self.num_tokens - self.num_pending_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -166,6 +198,21 @@ class InferRequest:
             self.prompt_token_ids[start:stop]
             + self.output_token_ids[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
         )
+
+    def expect_token(self) -> None:
+        """Count a token that a step in flight will sample."""
+        self.num_pending_tokens += 1
+        self.num_tokens += 1
+
+    def give_up_token(self) -> None:
+        """Take back `expect_token`: the step failed."""
+        self.num_pending_tokens -= 1
+        self.num_tokens -= 1
+
+    def append_token(self, token_id: int) -> None:
+        """Add the oldest token that was expected."""
+        self.num_pending_tokens -= 1
+        self.output_token_ids.append(token_id)
 
     def transition_to(self, state: RequestState) -> None:
         """Move along an edge of the state machine.

@@ -59,7 +59,7 @@ class Tokenizer(ABC):
                 "messages, prompt_token_ids",
             )
         if request.prompt_token_ids is not None:
-            token_ids = self._checked(request.prompt_token_ids)
+            token_ids = _as_integers(request.prompt_token_ids)
         elif request.messages is not None:
             token_ids = self._encode_chat(request.messages)
         else:
@@ -69,22 +69,18 @@ class Tokenizer(ABC):
             raise RequestError(
                 RequestErrorCode.PROMPT_EMPTY, "the prompt has no token; give it some text"
             )
+        self._check_vocabulary(given[0], token_ids)
         return token_ids
 
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        try:
-            ids = [operator.index(token) for token in token_ids]
-        except TypeError as error:
+    def _check_vocabulary(self, source: str, token_ids: list[int]) -> None:
+        """Refuse ids that the model has no embedding for; a tokenizer may know more tokens."""
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self.vocab_size:
             raise RequestError(
-                RequestErrorCode.BAD_ROW, f"prompt_token_ids holds something else: {error}"
-            ) from error
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    RequestErrorCode.TOKEN_OUT_OF_VOCABULARY,
-                    f"prompt_token_ids holds {token}; the model knows 0 to {self.vocab_size - 1}",
-                )
-        return ids
+                RequestErrorCode.TOKEN_OUT_OF_VOCABULARY,
+                f"{source} holds token {lowest if lowest < 0 else highest}; the model knows 0 to "
+                f"{self.vocab_size - 1}",
+            )
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -141,7 +137,10 @@ class PretrainedTokenizer(Tokenizer):
         }
 
     def _encode_text(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+        # A prompt that was rendered elsewhere may bring the BOS token that is added here.
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         from jinja2 import TemplateError
@@ -226,6 +225,16 @@ class IncrementalDecoder:
             return ""
         self._prefix_start, self._read_until = self._read_until, len(self._token_ids)
         return text[len(known) :]
+
+
+def _as_integers(token_ids: Sequence[int]) -> list[int]:
+    """Return the numbers of a list, a numpy array or a tensor of one dimension."""
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError as error:
+        raise RequestError(
+            RequestErrorCode.BAD_ROW, f"prompt_token_ids holds something else: {error}"
+        ) from error
 
 
 def _read_template(template: str | None) -> str | None:

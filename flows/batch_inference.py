@@ -34,7 +34,6 @@ def batch_inference(config: JobConfig) -> State[Any]:
             summaries, failures = run_all_shards(run)
             outcome = run.finish(summaries, failures)
     except TokenmillError as error:
-        logger.error("%s", error)  # noqa: TRY400 - the user acts on the sentence, not on a trace
         return Failed(message=f"{type(error).__name__}: {error}", data=error)
     _publish(outcome)
     is_completed = outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)

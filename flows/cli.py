@@ -1,7 +1,6 @@
 """The command `tokenmill`. Prefect is imported only by commands that run something."""
 
 import json
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -9,14 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from engine import ExitCode, TokenmillError
+from engine import TokenmillError
 from flows.config import JobConfig, default_ledger_url, load_job_config, validate_job_config
-from flows.console import data, print_facts, print_table, set_up_logging, show_progress, talk
+from flows.console import data, print_table, rounded, talk
 from flows.experiments import list_experiments
 from flows.exporter import export_job
+from flows.foreground import run_in_foreground
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
-from flows.preparation import check_model_and_sources, output_path_of, resolve
+from flows.preparation import output_path_of
 from flows.records import RecordReader
 
 app = typer.Typer(
@@ -27,16 +27,6 @@ app = typer.Typer(
 )
 experiments_app = typer.Typer(no_args_is_help=True, help="The experiment log.")
 app.add_typer(experiments_app, name="experiments")
-
-# What Prefect needs of us, unless the user says otherwise: time to start its temporary server on
-# a slow machine, and our log lines under the right task run.
-_PREFECT_DEFAULTS = {
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "engine,flows",
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "PREFECT_LOGGING_LEVEL": "WARNING",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-}
 
 LedgerOption = Annotated[
     str | None,
@@ -65,16 +55,16 @@ def run(
     ] = None,
 ) -> None:
     """Run a job; a job_id in the file that exists is resumed."""
-    _run_job(load_job_config(config_path, tuple(overrides or ())))
+    raise typer.Exit(run_in_foreground(load_job_config(config_path, tuple(overrides or ()))))
 
 
 @app.command()
 def resume(job_id: JobArgument, ledger_url: LedgerOption = None) -> None:
     """Go on with a job where it stopped; rows that are done are not repeated."""
     url = ledger_url or default_ledger_url()
-    with Ledger.open(url) as ledger:
+    with Ledger.open(url, must_exist=True) as ledger:
         config = _config_of(ledger.get_job(job_id), url)
-    _run_job(config)
+    raise typer.Exit(run_in_foreground(config))
 
 
 @app.command()
@@ -86,7 +76,7 @@ def status(
     is_json: JsonOption = False,
 ) -> None:
     """Show how far jobs are."""
-    with Ledger.open(ledger_url or default_ledger_url()) as ledger:
+    with Ledger.open(ledger_url or default_ledger_url(), must_exist=True) as ledger:
         if job_id is None:
             _show_jobs(ledger.list_jobs(), is_json=is_json)
         else:
@@ -101,7 +91,7 @@ def export(
 ) -> None:
     """Write the finished rows of a job as JSONL, in input order."""
     url = ledger_url or default_ledger_url()
-    with Ledger.open(url) as ledger:
+    with Ledger.open(url, must_exist=True) as ledger:
         job = ledger.get_job(job_id)
         config = _config_of(job, url)
         with RecordReader(config.sources, config.prompt) as reader:
@@ -120,7 +110,7 @@ def experiments_list(
     is_json: JsonOption = False,
 ) -> None:
     """List runs with their throughput, newest first."""
-    with Ledger.open(ledger_url or default_ledger_url()) as ledger:
+    with Ledger.open(ledger_url or default_ledger_url(), must_exist=True) as ledger:
         rows = list_experiments(ledger, job_id=job_id)
     if is_json:
         columns = [column.key for column in rows[0].__table__.columns] if rows else []
@@ -131,66 +121,8 @@ def experiments_list(
         ("experiment", "model", "dtype", "rows", "failed", "out tok/s", "busy s"),
         (
             (row.experiment_id, row.model, row.dtype, row.num_new_rows, row.num_error,
-             _rounded(row.output_tokens_per_second), _rounded(row.busy_seconds))
+             rounded(row.output_tokens_per_second), rounded(row.busy_seconds))
             for row in rows
-        ),
-    )  # fmt: skip
-
-
-def _run_job(config: JobConfig) -> None:
-    """Check what is quick to check, run the flow, print the result, exit with its code."""
-    config = resolve(config)
-    check_model_and_sources(config)
-    set_up_logging(config.engine.log_level)
-    for name, value in _PREFECT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    from flows.batch_inference import batch_inference
-
-    assert config.job_id is not None
-    url = config.resolved_ledger_url
-    talk.print(f"job {config.job_id}  ledger {_without_password(url)}", highlight=False)
-    try:
-        with show_progress(url, config.job_id):
-            state: Any = batch_inference(config, return_state=True)
-    except KeyboardInterrupt:
-        talk.print(f"interrupted; to go on: tokenmill resume {config.job_id}", highlight=False)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
-    outcome = state.result(raise_on_failure=False)
-    if isinstance(outcome, TokenmillError):
-        raise outcome
-    if not hasattr(outcome, "exit_code"):
-        talk.print(f"the flow ended as {state.name}: {state.message}", markup=False)
-        raise typer.Exit(ExitCode.INFRASTRUCTURE)
-    _show_result(config, url)
-    talk.print(outcome.message, markup=False, highlight=False)
-    raise typer.Exit(outcome.exit_code)
-
-
-def _show_result(config: JobConfig, url: str) -> None:
-    assert config.job_id is not None
-    with Ledger.open(url) as ledger:
-        job = ledger.get_job(config.job_id)
-        runs = list_experiments(ledger, job_id=config.job_id)
-    latest = runs[0] if runs else None
-    commands = [
-        f"tokenmill status {job.job_id}",
-        f"tokenmill export {job.job_id} --output answers.jsonl",
-        "tokenmill experiments list",
-    ]
-    if job.num_pending:
-        commands[0] = f"tokenmill resume {job.job_id}"
-    print_facts(
-        f"Job {job.job_id}",
-        (
-            ("state", job.state.value),
-            ("rows ok / failed / pending", f"{job.num_ok} / {job.num_error} / {job.num_pending}"),
-            ("prompt / output tokens", f"{job.num_prompt_tokens} / {job.num_output_tokens}"),
-            ("output tokens per second", latest and _rounded(latest.output_tokens_per_second)),
-            ("total tokens per second", latest and _rounded(latest.total_tokens_per_second)),
-            ("wall / busy seconds", latest and f"{latest.wall_seconds:.1f} / {latest.busy_seconds:.1f}"),
-            ("output", output_path_of(config) if not job.num_pending else "not yet complete"),
-            ("ledger", _without_password(url)),
-            ("try next", "\n".join(commands)),
         ),
     )  # fmt: skip
 
@@ -251,14 +183,10 @@ def _job_facts(job: JobRow) -> dict[str, Any]:
 
 def _config_of(job: JobRow, ledger_url: str) -> JobConfig:
     """Return the configuration that the job was started with, on this ledger."""
-    stored = {**job.config, "ledger_url": ledger_url}
+    # What the environment names stays there: it may hold a password, and Prefect keeps parameters.
+    is_default = ledger_url == default_ledger_url()
+    stored = {**job.config, "ledger_url": None if is_default else ledger_url}
     return validate_job_config(stored, origin=f"the configuration of job {job.job_id}")
-
-
-def _without_password(url: str) -> str:
-    from sqlalchemy.engine import make_url
-
-    return make_url(url).render_as_string(hide_password=True)
 
 
 def _print_json(value: object) -> None:
@@ -267,7 +195,3 @@ def _print_json(value: object) -> None:
 
 def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _rounded(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1f}"

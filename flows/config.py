@@ -77,7 +77,7 @@ class OutputConfig(Section):
     """Where the answers go."""
 
     path: Path | None = Field(
-        default=None, description="Output JSONL file; runs/JOB_ID/output.jsonl when left out."
+        default=None, description="Output JSONL file; output.jsonl in job_dir when left out."
     )
     result_prefix: str = Field(
         default="",
@@ -112,6 +112,10 @@ class JobConfig(Section):
         default=None,
         description="SQLAlchemy URL of the ledger; the variable TOKENMILL_LEDGER_URL, else "
         "sqlite:///runs/ledger.sqlite, when left out. A password belongs in the variable.",
+    )
+    job_dir: Path | None = Field(
+        default=None,
+        description="Folder of this job alone: row index, logs, output; runs/JOB_ID when left out.",
     )
     output: OutputConfig = Field(default_factory=OutputConfig)
     stream_output: bool = Field(
@@ -154,6 +158,8 @@ def load_job_config(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the job configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -190,7 +196,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     target: Any = data
     for parent in parents:
         target = _step_into(target, parent, override)
-    value_read = yaml.safe_load(value) if value else None
+    try:
+        value_read = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
     if isinstance(target, list):
         target[_index(target, last, override)] = value_read
     elif isinstance(target, dict):

@@ -8,25 +8,27 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
 
 logger = logging.getLogger(__name__)
-talk = Console(stderr=True)
+# Soft wrap: a command that a person is to copy must not be cut in two.
+talk = Console(stderr=True, soft_wrap=True)
 # A pipe has no width, and an id that is cut is of no use to a script.
 _PIPE_WIDTH = 240
 data = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 5.0
+_JOIN_SECONDS = 2.0
 
 
 def set_up_logging(level: str) -> None:
@@ -49,83 +51,141 @@ def set_up_logging(level: str) -> None:
 def show_progress(ledger_url: str, job_id: str) -> Iterator[None]:
     """Show how far the job is while the block runs: a bar, or a line every few seconds."""
     done = threading.Event()
-    show = _show_bar if talk.is_terminal else _show_lines
     thread = threading.Thread(
-        target=_watch, args=(ledger_url, job_id, show, done), name="progress", daemon=True
+        target=_watch, args=(ledger_url, job_id, done), name="progress", daemon=True
     )
     thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join(2 * _POLL_SECONDS)
+        thread.join(_JOIN_SECONDS)
 
 
 class Speed:
-    """Rows and tokens of this run alone: what was there at the start does not count."""
+    """Rows and tokens of this run alone: what was there at the start does not count.
 
-    def __init__(self, first: JobRow) -> None:
-        self.num_resumed = first.num_rows - first.num_pending
-        self._first_tokens = first.num_output_tokens
-        self._started = time.monotonic()
+    The clock runs from the first shard that this run starts, so that neither planning nor
+    Prefect's start makes the engine look slow.
+    """
+
+    def __init__(self, before: JobRow | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_resumed = 0 if before is None else before.num_rows - before.num_pending
+        self._clock = clock
+        self._started: float | None = None
+        self._first_rows = self._first_tokens = 0
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the clock runs."""
+        return self._started is not None
+
+    def start(self, job: JobRow) -> None:
+        """Let the clock run; what the job has now is not this run's."""
+        self._started = self._clock()
+        self._first_rows = job.num_rows - job.num_pending
+        self._first_tokens = job.num_output_tokens
 
     def tokens_per_second(self, job: JobRow) -> float:
-        """Return the output tokens per second since the start of this run."""
-        seconds = time.monotonic() - self._started
+        """Return the output tokens per second of this run."""
+        if self._started is None:
+            return 0.0
+        seconds = self._clock() - self._started
         return (job.num_output_tokens - self._first_tokens) / max(seconds, 1e-9)
 
     def eta_seconds(self, job: JobRow) -> float | None:
         """Return how long the rest takes at this run's speed; None before the first row."""
-        num_new = job.num_rows - job.num_pending - self.num_resumed
-        if num_new <= 0:
+        num_new = job.num_rows - job.num_pending - self._first_rows
+        if self._started is None or num_new <= 0:
             return None
-        return (time.monotonic() - self._started) / num_new * job.num_pending
+        return (self._clock() - self._started) / num_new * job.num_pending
 
 
-def _watch(ledger_url: str, job_id: str, show: Any, done: threading.Event) -> None:
+class _Watcher:
+    """Looks at one job again and again, and starts its clock."""
+
+    def __init__(self, ledger: Ledger, job_id: str) -> None:
+        self._ledger = ledger
+        self._job_id = job_id
+        self._job = ledger.find_job(job_id)
+        self._last_start = self._newest_start()
+        self.speed = Speed(self._job)
+
+    def look(self) -> JobRow | None:
+        """Return the job as it stands; None while it is planned."""
+        self._job = self._ledger.find_job(self._job_id)
+        if self._job and not self.speed.is_started and self._newest_start() > self._last_start:
+            self.speed.start(self._job)
+        return self._job
+
+    def _newest_start(self) -> float:
+        if self._job is None:
+            return 0.0
+        shards = self._ledger.list_shards(self._job.job_key)
+        return max((shard.started_at or 0.0 for shard in shards), default=0.0)
+
+
+def _watch(ledger_url: str, job_id: str, done: threading.Event) -> None:
+    show = _show_bar if talk.is_terminal else _show_lines
     try:
         with Ledger.open(ledger_url) as ledger:
-            job = None
-            while (job := ledger.find_job(job_id)) is None and not done.wait(_POLL_SECONDS):
-                pass
-            if job is not None:
-                show(ledger, job, Speed(job), done)
+            show(_Watcher(ledger, job_id), done)
     except Exception as error:  # noqa: BLE001 - a picture that fails must not fail the job
         logger.debug("no progress: %s", error)
 
 
-def _show_bar(ledger: Ledger, job: JobRow, speed: Speed, done: threading.Event) -> None:
+def _show_bar(watcher: _Watcher, done: threading.Event) -> None:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=talk) as progress:
-        bar = progress.add_task(job.job_id, total=job.num_rows, speed="")
+    with Progress(*columns, console=talk, expand=True) as progress:
+        bar = progress.add_task("rows", total=None, note="planning")
         is_last = False
         while not is_last:
             is_last = done.wait(_POLL_SECONDS)
-            job = ledger.get_job(job.job_id)
-            text = f"{speed.num_resumed} resumed  {job.num_error} failed  "
-            text += f"{speed.tokens_per_second(job):.0f} tok/s"
-            progress.update(bar, completed=job.num_rows - job.num_pending, speed=text)
+            job = watcher.look()
+            if job is not None:
+                num_done = job.num_rows - job.num_pending
+                note = _note(job, watcher.speed)
+                progress.update(bar, total=job.num_rows, completed=num_done, note=note)
 
 
-def _show_lines(ledger: Ledger, job: JobRow, speed: Speed, done: threading.Event) -> None:
+def _note(job: JobRow, speed: Speed) -> str:
+    """Return what stands behind the bar; resumed and failed rows only when there are any."""
+    parts = []
+    if speed.num_resumed:
+        parts.append(f"{speed.num_resumed} resumed")
+    if job.num_error:
+        parts.append(f"{job.num_error} failed")
+    parts.append(f"{speed.tokens_per_second(job):.0f} tok/s" if speed.is_started else "starting")
+    eta = speed.eta_seconds(job)
+    if job.num_pending:
+        parts.append(f"ETA {'-:--:--' if eta is None else timedelta(seconds=round(eta))}")
+    return "  ".join(parts)
+
+
+def _show_lines(watcher: _Watcher, done: threading.Event) -> None:
+    shown: JobRow | None = None
+    next_line_at = time.monotonic() + _LINE_SECONDS
     is_last = False
     while not is_last:
-        is_last = done.wait(_LINE_SECONDS)
-        job = ledger.get_job(job.job_id)
-        eta = speed.eta_seconds(job)
+        is_last = done.wait(_POLL_SECONDS)
+        job = watcher.look()
+        if job is None or job == shown or not (is_last or time.monotonic() >= next_line_at):
+            continue
+        shown, next_line_at = job, time.monotonic() + _LINE_SECONDS
+        eta = watcher.speed.eta_seconds(job)
         logger.info(
-            "progress rows=%d/%d resumed=%d failed=%d tokens_per_second=%.0f eta_seconds=%s",
+            "progress job=%s rows=%d/%d resumed=%d failed=%d tokens_per_second=%.0f eta_seconds=%s",
+            job.job_id,
             job.num_rows - job.num_pending,
             job.num_rows,
-            speed.num_resumed,
+            watcher.speed.num_resumed,
             job.num_error,
-            speed.tokens_per_second(job),
+            watcher.speed.tokens_per_second(job),
             "unknown" if eta is None else f"{eta:.0f}",
         )
 
@@ -148,3 +208,8 @@ def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     for name, value in facts:
         table.add_row(name, "" if value is None else str(value))
     data.print(table)
+
+
+def rounded(value: float | None) -> str | None:
+    """Return a number as tables show it."""
+    return None if value is None else f"{value:.1f}"

@@ -61,8 +61,8 @@ class Database:
         self._is_sqlite = engine.dialect.name == "sqlite"
 
     @classmethod
-    def open(cls, url: str) -> "Database":
-        """Connect, and create or upgrade the tables.
+    def open(cls, url: str, *, must_exist: bool = False) -> "Database":
+        """Connect, and create or upgrade the tables; with must_exist, never create a file.
 
         Raises:
             LedgerError: not a usable URL, cannot be reached, on a network file system, or written
@@ -70,7 +70,7 @@ class Database:
         """
         parsed = _parse(url)
         if parsed.get_backend_name() == "sqlite":
-            prepare_sqlite_file(parsed)
+            prepare_sqlite_file(parsed, must_exist=must_exist)
         database = cls(_create_engine(parsed))
         try:
             database._migrate()
@@ -165,6 +165,16 @@ class Database:
             else "nothing of this transaction was kept; mend the cause, then resume the job"
         )
         return LedgerError(f"ledger {self._name}: {reason}; {advice}")
+
+
+def without_password(url: str) -> str:
+    """Return the URL as a message or a terminal may show it.
+
+    Raises:
+        LedgerError: it is no URL of a database that a ledger can be in.
+    """
+    _parse(url)
+    return make_url(url).render_as_string(hide_password=True)
 
 
 def _parse(url: str) -> URL:

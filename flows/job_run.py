@@ -18,8 +18,15 @@ from flows.experiments import ExperimentRun, Percentiles, record_experiment
 from flows.exporter import ExportSummary, export_job
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
+from flows.owner import Owner
 from flows.planner import Plan
-from flows.preparation import check_model_and_sources, output_path_of, prepare, resolve
+from flows.preparation import (
+    check_model_and_sources,
+    output_path_of,
+    prepare,
+    resolve,
+    resume_command,
+)
 from flows.records import RecordReader
 from flows.schema import JobState
 from flows.shard_runner import ShardJob, ShardSummary, run_shard
@@ -74,9 +81,11 @@ class JobRun:
         with Ledger.open(config.resolved_ledger_url) as ledger:
             shard_job, plan = prepare(config, ledger)
             stacks = StackPool(config.engine)
+            run = cls(shard_job, plan, ledger, stacks, flow_run_id)
             try:
-                yield cls(shard_job, plan, ledger, stacks, flow_run_id)
+                yield run
             finally:
+                run.stop.set()  # for a shard that still runs because an error came from elsewhere
                 stacks.close()
 
     @property
@@ -106,18 +115,25 @@ class JobRun:
         """Write the output when every row has its result, and the experiment row in any case."""
         job = self.ledger.get_job(self.job.job_id)
         state = _job_state(job, self.stop.is_set(), failures)
-        self.ledger.set_job_state(job.job_key, state)
+        if state is JobState.FINISHED or not self._is_held_by_another():
+            self.ledger.set_job_state(job.job_key, state)
         job = self.ledger.get_job(job.job_id)
         summary = self._export(job) if state is JobState.FINISHED else None
-        if summaries:
-            self._record(summaries)
+        if attempts := [summary for summary in summaries if summary.device is not None]:
+            self._record(attempts)
         return JobOutcome(
             job_id=job.job_id,
             state=state,
             exit_code=_exit_code(job, state, failures),
-            message=_message(job, state, failures),
+            message=_message(job, state, failures, resume_command(self.config)),
             output_path=None if summary is None else summary.output_path,
         )
+
+    def _is_held_by_another(self) -> bool:
+        """Tell whether another process works on the job; it will say how the job ended."""
+        shards = self.ledger.list_shards(self.job.job_key)
+        owners = {shard.lease_owner for shard in shards if shard.lease_owner is not None}
+        return any(not Owner.parse(owner).is_gone() for owner in owners)
 
     def _export(self, job: JobRow) -> ExportSummary:
         with RecordReader(self.config.sources, self.config.prompt) as reader:
@@ -137,8 +153,8 @@ class JobRun:
             ExperimentRun(
                 name=self.config.name,
                 model=Path(self.config.engine.model_path).name,
-                device=summaries[0].device,
-                dtype=summaries[0].dtype,
+                device=summaries[0].device or "none",
+                dtype=summaries[0].dtype or "none",
                 prompt_tokens=Percentiles(
                     p50=plan.prompt_tokens_p50,
                     p95=plan.prompt_tokens_p95,
@@ -169,11 +185,10 @@ def _exit_code(job: JobRow, state: JobState, failures: dict[int, BaseException])
     return ExitCode.ROWS_FAILED if job.num_error else ExitCode.OK
 
 
-def _message(job: JobRow, state: JobState, failures: dict[int, BaseException]) -> str:
+def _message(job: JobRow, state: JobState, failures: dict[int, BaseException], hint: str) -> str:
     counts = f"{job.num_ok} ok, {job.num_error} failed"
     if state is JobState.FINISHED:
         return counts
-    hint = f"tokenmill resume {job.job_id}"
     message = f"{counts}, {job.num_pending} pending; to go on: {hint}"
     if failures:
         shards = ", ".join(str(index) for index in sorted(failures))

@@ -36,14 +36,16 @@ class Ledger:
         self.database = database
 
     @classmethod
-    def open(cls, url: str) -> "Ledger":
+    def open(cls, url: str, *, must_exist: bool = False) -> "Ledger":
         """Connect to the ledger, and create or upgrade its tables.
+
+        With must_exist, an SQLite file that is not there is an error and not created.
 
         Raises:
             LedgerError: not a usable URL, cannot be reached, on a network file system, or written
                 by a newer tokenmill.
         """
-        return cls(Database.open(url))
+        return cls(Database.open(url, must_exist=must_exist))
 
     def close(self) -> None:
         """Close every connection."""

@@ -3,8 +3,12 @@
 Everything that only the user can mend comes out here, before any weights load.
 """
 
+import dataclasses
 import logging
+import os
 import secrets
+import shlex
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,12 @@ from typing import Any
 import msgspec
 
 from engine import ModelSource, SamplingParams, Tokenizer
-from flows.config import JobConfig
+from flows.config import JobConfig, default_ledger_url
+from flows.database import without_password
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow, NewJob
 from flows.planner import Plan, plan_job
-from flows.records import RecordReader
+from flows.records import RecordReader, refuse_to_overwrite_a_source
 from flows.schema import JobState, RowState
 from flows.shard_runner import ShardJob
 
@@ -33,11 +38,13 @@ def resolve(config: JobConfig) -> JobConfig:
     if engine.tokenizer_path is not None:
         engine_paths["tokenizer_path"] = str(Path(engine.tokenizer_path).absolute())
     job_id = config.job_id or new_job_id(config.name)
-    log_dir = engine.log_dir or Path("runs") / job_id / "logs"
+    job_dir = config.job_dir or Path("runs") / job_id
+    log_dir = engine.log_dir or job_dir / "logs"
     output = config.output.path
     return config.model_copy(
         update={
             "job_id": job_id,
+            "job_dir": job_dir.absolute(),
             "sources": tuple(
                 source.model_copy(update={"path": source.path.absolute()})
                 for source in config.sources
@@ -57,8 +64,8 @@ def new_job_id(name: str) -> str:
 
 def job_dir_of(config: JobConfig) -> Path:
     """Return the job's own folder: row index, logs, and the output unless it has its own path."""
-    assert config.engine.log_dir is not None
-    return config.engine.log_dir.parent
+    assert config.job_dir is not None, "resolve it first"
+    return config.job_dir
 
 
 def output_path_of(config: JobConfig) -> Path:
@@ -66,13 +73,26 @@ def output_path_of(config: JobConfig) -> Path:
     return config.output.path or job_dir_of(config) / "output.jsonl"
 
 
+def resume_command(config: JobConfig) -> str:
+    """Return what a person types to go on with the job."""
+    return f"tokenmill resume {config.job_id}{ledger_option(config)}"
+
+
+def ledger_option(config: JobConfig) -> str:
+    """Return what a command needs besides a job's id; empty when it finds the ledger by itself."""
+    if config.ledger_url in (None, default_ledger_url()):
+        return ""
+    return f" --ledger {shlex.quote(without_password(config.resolved_ledger_url))}"
+
+
 def check_model_and_sources(config: JobConfig) -> ModelSource:
-    """Find the quick faults: a missing folder or file, a template that does not compile.
+    """Find the quick faults of a resolved configuration: a missing folder or file, a wrong template.
 
     Raises:
         ConfigError: names the fault and the remedy.
     """
     RecordReader(config.sources, config.prompt).close()
+    refuse_to_overwrite_a_source(config.sources, output_path_of(config))
     return ModelSource.inspect(config.engine)
 
 
@@ -88,20 +108,26 @@ def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
     tokenizer = Tokenizer.load(config.engine, source)
     sampling = source.sampling_defaults(config.engine).overlaid(config.sampling.given())
     job_dir = job_dir_of(config)
-    job_dir.mkdir(parents=True, exist_ok=True)
-    with RecordReader(config.sources, config.prompt) as reader:
-        plan = plan_job(
-            config,
-            reader,
-            tokenizer,
-            max_model_len=source.max_model_len,
-            index_path=job_dir / "rows.sqlite",
-            default_sampling=sampling,
-        )
+    # Its own place until the ledger has taken the job: a run that is refused must not take the
+    # index away from another process that works on the job.
+    planned_path = job_dir / f"rows-{os.getpid()}-{threading.get_ident()}.sqlite"
     fingerprint = (
         source.fingerprint() | tokenizer.fingerprint() | _job_fingerprint(config, sampling)
     )
-    job = _find_or_create(config, ledger, plan, fingerprint)
+    try:
+        with RecordReader(config.sources, config.prompt) as reader:
+            plan = plan_job(
+                config,
+                reader,
+                tokenizer,
+                max_model_len=source.max_model_len,
+                index_path=planned_path,
+                default_sampling=sampling,
+            )
+        job = _find_or_create(config, ledger, plan, fingerprint)
+        plan = dataclasses.replace(plan, index_path=planned_path.replace(job_dir / "rows.sqlite"))
+    finally:
+        planned_path.unlink(missing_ok=True)
     _commit_bad_rows(ledger, job, plan)
     ledger.set_job_state(job.job_key, JobState.RUNNING)
     seed = sampling.seed if sampling.seed is not None else job.seed

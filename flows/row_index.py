@@ -204,14 +204,21 @@ class RowIndex:
         """Yield the shard's rows in input order, bad ones included."""
         return self._pages(f"{_SELECT} shard = ? ORDER BY row_index LIMIT ?", (shard, _PAGE_ROWS))
 
+    def rows_between(self, first: int, end: int) -> Iterator[IndexRow]:
+        """Yield the rows first to end - 1 in input order, bad ones included."""
+        query = f"{_SELECT} row_index < ? ORDER BY row_index LIMIT ?"
+        return self._pages(query, (end, _PAGE_ROWS), after=first - 1)
+
     def bad_rows(self) -> Iterator[IndexRow]:
         """Yield the rows that cannot be asked, in input order."""
         query = f"{_SELECT} error_code IS NOT NULL ORDER BY row_index LIMIT ?"
         return self._pages(query, (_PAGE_ROWS,))
 
-    def _pages(self, query: str, parameters: tuple[int, ...]) -> Iterator[IndexRow]:
+    def _pages(
+        self, query: str, parameters: tuple[int, ...], *, after: int = -1
+    ) -> Iterator[IndexRow]:
         # One short query a page: a shard takes hours and must not keep a statement open.
-        last = -1
+        last = after
         while True:
             with closing(self._connection.execute(query, (last, *parameters))) as cursor:
                 page = [IndexRow._make(values) for values in cursor]

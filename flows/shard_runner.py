@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from engine import (
     OfflineInference,
     RunStats,
     SamplingParams,
-    TokenmillError,
 )
 from flows.config import JobConfig
 from flows.ledger import Ledger
@@ -44,17 +44,20 @@ class ShardJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSummary:
-    """What one attempt at a shard did; counts are of this attempt alone."""
+    """What one attempt at a shard did; counts are of this attempt alone.
+
+    device and dtype are None when it was stopped before an engine was loaded.
+    """
 
     shard_index: int
     state: ShardState
     slot: int
-    device: str
-    dtype: str
-    num_resumed: int
-    num_ok: int
-    num_error: int
-    stats: RunStats
+    device: str | None = None
+    dtype: str | None = None
+    num_resumed: int = 0
+    num_ok: int = 0
+    num_error: int = 0
+    stats: RunStats = field(default_factory=RunStats)
 
 
 def run_shard(
@@ -77,6 +80,10 @@ def run_shard(
         ConfigError: the input changed since it was planned.
     """
     with stacks.borrow() as slot:  # first, so that a shard that waits holds no lease
+        if stop.is_set():
+            return ShardSummary(
+                shard_index=shard_index, state=ShardState.INTERRUPTED, slot=slot.number
+            )
         lease = ledger.acquire_shard(
             shard_job.job.job_key,
             shard_index,
@@ -86,8 +93,8 @@ def run_shard(
         )
         try:
             summary = _ShardRun(shard_job, ledger, lease, stop).answer_all(slot)
-        except TokenmillError as error:
-            ledger.release_shard(lease, ShardState.FAILED, error_message=str(error))
+        except Exception as error:
+            ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
             raise
         except BaseException:
             ledger.release_shard(lease, ShardState.INTERRUPTED)
@@ -129,16 +136,21 @@ class _ShardRun:
             engine = slot.engine()
             writer.device = engine.device
             engine.take_stats()
-            for completion in engine.run(self._pending(reader), stop=self._stop):
-                engine.charge(Bucket.COMMIT)
-                writer.put(self._to_row(completion))
+            with (
+                closing(self._pending(reader)) as pending,
+                closing(engine.run(pending, stop=self._stop)) as completions,
+            ):
+                for completion in completions:
+                    engine.charge(Bucket.COMMIT)
+                    writer.put(self._to_row(completion))
             stats = engine.take_stats()
             return self._summary(slot.number, engine, stats)
 
-    def _pending(self, reader: RecordReader) -> Iterator[GenerateRequest]:
+    def _pending(self, reader: RecordReader) -> Generator[GenerateRequest, None, None]:
         """Yield the rows that have no result yet, page by page."""
         with RowIndex.open(self._shard_job.index_path) as index:
-            rows = index.rows_of_shard(self._lease.shard_index)
+            first, end = self._lease.first_row, self._lease.first_row + self._lease.num_rows
+            rows = index.rows_between(first, end)
             while page := list(islice(rows, _PAGE_ROWS)):
                 done = self._ledger.done_rows(
                     self._lease.job_key, page[0].row_index, page[-1].row_index

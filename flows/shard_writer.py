@@ -100,23 +100,22 @@ class ShardWriter:
         """Wait for the next commit; an empty list is a heartbeat, None is the end."""
         heartbeat_at = time.monotonic() + self._config.lease_seconds / _HEARTBEATS_PER_LEASE
         with self._condition:
-            while not self._is_due():
+            # A commit is a heartbeat too, so rows that wait do not wait for longer than one.
+            while not self._rows or not self._is_due():
                 if self._is_closing:
                     return None
-                until = (
-                    self._oldest_at + self._config.commit_seconds if self._rows else heartbeat_at
-                )
+                until = heartbeat_at
+                if self._rows:
+                    until = min(until, self._oldest_at + self._config.commit_seconds)
                 wait_seconds = until - time.monotonic()
-                if wait_seconds <= 0 and not self._rows:
-                    return []
-                self._condition.wait(max(wait_seconds, 0.0))
+                if wait_seconds <= 0:
+                    break
+                self._condition.wait(wait_seconds)
             rows, self._rows = self._rows, []
             self._condition.notify_all()
             return rows
 
     def _is_due(self) -> bool:
-        if not self._rows:
-            return False
         age_seconds = time.monotonic() - self._oldest_at
         is_full = len(self._rows) >= self._config.commit_rows
         return is_full or self._is_closing or age_seconds >= self._config.commit_seconds

@@ -21,8 +21,10 @@ _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})
 _WAL_ATTEMPTS = 200
 
 
-def prepare_sqlite_file(url: URL) -> None:
+def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> None:
     """Create the folder, refuse network file systems, and switch the file to WAL.
+
+    With must_exist, nothing is created: whoever only looks on must not leave an empty ledger.
 
     Raises:
         LedgerError: says why there can be no ledger at that place.
@@ -33,6 +35,11 @@ def prepare_sqlite_file(url: URL) -> None:
             "write sqlite:///FILE, with four slashes when FILE is an absolute path"
         )
     path = Path(str(url.database))
+    if must_exist and not path.exists():
+        raise LedgerError(
+            f"there is no ledger {path}; go to the folder where the job was started, or name the "
+            "ledger with --ledger or TOKENMILL_LEDGER_URL"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -50,9 +50,12 @@ class StackPool:
             self._free.release()
 
     def close(self) -> None:
-        """Close every warm engine; nobody may be borrowing one."""
+        """Wait until every slot is given back, and close every warm engine."""
+        for _ in self._slots:
+            self._free.acquire()
         for slot in list(self._warm):
             self._discard(slot)
+        self._free.release(len(self._slots))
 
     def engine_of(self, slot: int) -> OfflineInference:
         """Return the engine of a borrowed slot, loaded when it is not warm.

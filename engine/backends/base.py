@@ -5,11 +5,12 @@ H query heads, G key-value heads, D width of a key, E width of a value.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from engine.errors import WorkerFailure
+from engine.errors import ConfigError, WorkerFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class DeviceBackend(ABC):
     """Runtime, KV memory and kernels of one kind of device."""
 
     name: str
+    dist_backend: str  # what joins ranks on this kind of device, in torch.distributed's names
     capabilities: Capabilities
 
     @abstractmethod
@@ -89,6 +91,17 @@ class DeviceBackend(ABC):
             seq_lens_tensor=torch.tensor(lens, dtype=torch.int32, device=self.device),
         )
         self.attention(query, caches, metadata, AttentionOptions(scale=1.0))
+
+    def row_exact(self) -> AbstractContextManager[None]:
+        """Serve forward passes in which a row's bits depend on that row's own tokens only.
+
+        Raises:
+            ConfigError: this kind of device cannot do it.
+        """
+        raise ConfigError(
+            f"engine.deterministic is true, but on the {self.name} the last bits of a row depend "
+            "on the rows beside it; set engine.device to cpu, or engine.deterministic to false"
+        )
 
     def allocate_kv(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """Return zeroed KV memory [N, S, G, D]."""

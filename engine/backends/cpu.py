@@ -1,23 +1,22 @@
-"""The CPU: torch for matrix products and prefill attention, our own kernel for decode."""
+"""The CPU: torch for matrix products, our own kernel for attention to the paged cache."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numba
 import psutil
 import torch
-import torch.nn.functional as F
 
-from engine.backends import cpu_kernels
 from engine.backends.base import (
     AttentionMetadata,
     AttentionOptions,
     Capabilities,
     DeviceBackend,
     MemoryInfo,
-    causal_mask,
-    gather_blocks,
-    reference_attention,
 )
+from engine.backends.cpu_attention import attend
+from engine.backends.row_exact import RowExactMode
 from engine.errors import WorkerFailure
 
 
@@ -25,7 +24,12 @@ class CpuBackend(DeviceBackend):
     """One process on the cores that the operating system allows it."""
 
     name = "cpu"
+    dist_backend = "gloo"
     capabilities = Capabilities(dtypes=("float32", "bfloat16"), default_memory_fraction=0.25)
+
+    def __init__(self) -> None:
+        self._row_exact_mode = RowExactMode()
+        self._is_row_exact = False
 
     def bind(self, device_id: int, num_threads: int | None) -> str:
         """Set the number of threads; the CPU has one device, number 0."""
@@ -60,90 +64,15 @@ class CpuBackend(DeviceBackend):
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Attend rows with one token by the paged kernel, rows with more by torch."""
-        output = query.new_empty(*query.shape[:2], caches[1].shape[3])
-        decode_rows: list[int] = []
-        decode_tokens: list[int] = []
-        start = 0
-        for row, query_len in enumerate(metadata.query_lens):
-            if query_len == 1:
-                decode_rows.append(row)
-                decode_tokens.append(start)
-            else:
-                end = start + query_len
-                output[start:end] = _prefill(query[start:end], caches, metadata, options, row)
-            start += query_len
-        if decode_rows:
-            rows, tokens = torch.tensor(decode_rows), torch.tensor(decode_tokens)
-            output[tokens] = _decode(query[tokens], caches, metadata, options, rows)
-        return output
+        """Attend by the kernels of this machine, which of them see cpu_attention."""
+        return attend(query, caches, metadata, options, is_row_exact=self._is_row_exact)
 
-
-def _prefill(
-    query: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
-    row: int,
-) -> torch.Tensor:
-    """Attend one request's tokens [n, H, D] to its KV; return [n, H, E]."""
-    query_len, seq_len = query.shape[0], metadata.seq_lens[row]
-    table = metadata.block_tables[row]
-    if options.softcap is not None or options.sinks is not None:
-        alone = AttentionMetadata(
-            query_lens=[query_len],
-            seq_lens=[seq_len],
-            slot_mapping=metadata.slot_mapping,
-            block_tables=table[None],
-            seq_lens_tensor=metadata.seq_lens_tensor[row : row + 1],
-        )
-        return reference_attention(query, caches, alone, options)
-    keys, values = (gather_blocks(cache, table, seq_len).transpose(0, 1) for cache in caches)
-    is_plain = query_len == seq_len and (
-        options.sliding_window is None or seq_len <= options.sliding_window
-    )
-    mask = (
-        None if is_plain else causal_mask(query_len, seq_len, options.sliding_window, query.device)
-    )
-    attended = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys[None],
-        values[None],
-        attn_mask=mask,
-        is_causal=is_plain,
-        scale=options.scale,
-        enable_gqa=True,
-    )
-    return attended[0].transpose(0, 1)
-
-
-def _decode(
-    query: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
-    rows: torch.Tensor,
-) -> torch.Tensor:
-    """Attend one token of each of these rows, [R, H, D], to its KV; return [R, H, E]."""
-    num_heads = query.shape[1]
-    output = torch.empty(query.shape[0], num_heads, caches[1].shape[3])
-    sinks = (
-        torch.full((num_heads,), float("-inf")) if options.sinks is None else options.sinks.float()
-    )
-    is_bfloat16 = caches[0].dtype == torch.bfloat16
-    keys, values = (
-        (cache.view(torch.uint16) if is_bfloat16 else cache).numpy() for cache in caches
-    )
-    cpu_kernels.decode(
-        query.float().contiguous().numpy(),
-        keys,
-        values,
-        metadata.block_tables[rows].numpy(),
-        metadata.seq_lens_tensor[rows].numpy(),
-        sinks.numpy(),
-        options.scale,
-        options.sliding_window or torch.iinfo(torch.int32).max,
-        options.softcap or 0.0,
-        output.numpy(),
-    )
-    return output.to(query.dtype)
+    @contextmanager
+    def row_exact(self) -> Iterator[None]:
+        """Serve forward passes in which a row's bits depend on that row's own tokens only."""
+        self._is_row_exact = True
+        try:
+            with self._row_exact_mode:
+                yield
+        finally:
+            self._is_row_exact = False

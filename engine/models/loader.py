@@ -10,6 +10,8 @@ from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
 from engine.layers.paged_attention import PagedAttention
 from engine.models.attention_interface import attach
+from engine.models.tensor_parallel import check_plan, split_model
+from engine.parallel import ParallelGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +53,60 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, dtype: str, backend: DeviceBackend, trust_remote_code: bool
+    path: Path,
+    *,
+    dtype: str,
+    backend: DeviceBackend,
+    group: ParallelGroup,
+    trust_remote_code: bool,
 ) -> LoadedModel:
-    """Load the weights and learn the KV layout from a pass of two tokens.
+    """Load this rank's share of the weights, and make them a model that runs.
 
     Raises:
-        ConfigError: not a decoder that transformers knows, unreadable weights, or attention that
-            does not go through transformers' attention interface.
+        ConfigError: not a decoder that transformers knows, unreadable weights, attention that
+            does not go through transformers' attention interface, or a model that cannot be split
+            over the ranks of the group.
     """
-    from transformers import AutoModelForCausalLM
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     torch_dtype: torch.dtype = getattr(torch, dtype)
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        if group.world_size > 1:
+            check_plan(AutoConfig.from_pretrained(path, **options), path)
+        # Each rank reads the whole state and keeps its part. A Slice is known from shapes alone,
+        # so a reader of safetensors may take them from the file instead.
+        module, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype, output_loading_info=True, **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path}: the model cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers would draw them at random, and every answer would be noise.
+        raise ConfigError(
+            f"{path}: the checkpoint lacks {len(missing)} weights of {type(module).__name__}, the "
+            f"first is {missing[0]}; is it whole, and of the architecture that config.json names?"
+        )
+    return prepare_model(module, backend, group, path)
+
+
+def prepare_model(
+    module: Any, backend: DeviceBackend, group: ParallelGroup, path: Path
+) -> LoadedModel:
+    """Split a model of transformers over the ranks, and give its attention a paged KV cache.
+
+    The KV layout is learnt from a pass of two tokens.
+
+    Raises:
+        ConfigError: see load_model.
+    """
+    split_model(module, group, path)
     module = module.eval().to(backend.device)
     attention = PagedAttention(backend)
     attach(module, attention)
     layouts = _learn_layouts(module, attention, path)
-    return LoadedModel(module=module, attention=attention, kv_layouts=layouts, dtype=torch_dtype)
+    return LoadedModel(module=module, attention=attention, kv_layouts=layouts, dtype=module.dtype)
 
 
 @torch.inference_mode()

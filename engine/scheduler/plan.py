@@ -33,7 +33,7 @@ class ScheduledStep:
 
     @property
     def num_preempted(self) -> int:
-        """Requests that lost their blocks for this step."""
+        """Requests that lost their blocks since the step before."""
         return len(self.batch.preempted)
 
 
@@ -43,7 +43,7 @@ class StepPlan:
 
     budget: int
     entries: dict[int, Entry] = field(default_factory=dict)
-    preempted: list[int] = field(default_factory=list)
+    is_short_of_blocks: bool = False
 
     def schedule(self, request: InferRequest, count: int, new_block_ids: list[int]) -> None:
         """Give a request `count` tokens of this step."""
@@ -52,14 +52,27 @@ class StepPlan:
         )
         self.budget -= count
 
+    def extend(self, entry: Entry, count: int, new_block_ids: list[int]) -> None:
+        """Give an entry of this step more tokens."""
+        entry.num_scheduled_tokens += count
+        entry.new_block_ids.extend(new_block_ids)
+        self.budget -= count
+
     def preempt(self, request: InferRequest) -> None:
-        """Take a request out of this step and tell the worker to forget it."""
+        """Take a request out of this step, since blocks ran out."""
         entry = self.entries.pop(request.uid, None)
         if entry is not None:
             self.budget += entry.num_scheduled_tokens
-        self.preempted.append(request.uid)
+        self.is_short_of_blocks = True
 
-    def seal(self, step_id: int, known_uids: set[int], finished_uids: list[int]) -> ScheduledStep:
+    def seal(
+        self,
+        step_id: int,
+        known_uids: set[int],
+        *,
+        preempted_uids: list[int],
+        finished_uids: list[int],
+    ) -> ScheduledStep:
         """Advance the requests and write the message; adds the new uids to `known_uids`."""
         new: list[NewRequest] = []
         running: list[Running] = []
@@ -86,7 +99,7 @@ class StepPlan:
                 step_id=step_id,
                 new=new,
                 running=running,
-                preempted=self.preempted,
+                preempted=preempted_uids,
                 finished=finished_uids,
             ),
             entries=tuple(self.entries.values()),
@@ -105,7 +118,7 @@ def _advance(entry: Entry) -> None:
     entry.num_written_tokens = request.num_computed_tokens
     entry.is_sampling = request.num_uncomputed_tokens == 0
     if entry.is_sampling:
-        request.num_pending_tokens += 1
+        request.expect_token()
 
 
 def _new_request(request: InferRequest, num_scheduled_tokens: int) -> NewRequest:

@@ -8,9 +8,9 @@ The scheduler sees no tensor and no device. It hands out ScheduleBatch messages 
 StepDone messages; up to num_steps_in_flight of them may be out at once.
 """
 
-import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.cache_manager import CacheManager
@@ -18,7 +18,10 @@ from engine.config import SchedulerConfig
 from engine.errors import CacheExhaustedError, RequestError, RequestErrorCode
 from engine.messages import StepDone
 from engine.request import FinishReason, InferRequest, RequestState
+from engine.scheduler.batching import BatchView, make_batching_policy
+from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.plan import ScheduledStep, StepPlan
+from engine.scheduler.queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,25 +35,38 @@ class TokenUpdate:
 class Scheduler:
     """Owns every InferRequest from `add` until it is DONE or ERROR."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._cache = cache
-        self._waiting: list[tuple[int, int, InferRequest]] = []
-        self._waiting_uids: set[int] = set()
+        self._clock = clock
+        self._batching = make_batching_policy(config)
+        self._waiting = WaitingQueue(config)
+        self._followers: dict[int, list[InferRequest]] = {}
+        self._num_followers = 0
         self._running: list[InferRequest] = []
-        self._deadlines: list[tuple[float, int, InferRequest]] = []
+        self._num_long_running = 0
+        self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
+        self._preempted_uids: list[int] = []
         self._finished_uids: list[int] = []
         self._failed: list[InferRequest] = []
         self._known_uids: set[int] = set()
         self._next_step_id = 0
+        self._is_intake_closed = False
+        self.token_limit = config.max_num_batched_tokens
 
     # What a caller may ask.
 
     @property
     def num_waiting(self) -> int:
         """Requests that own no blocks yet."""
-        return len(self._waiting_uids)
+        return len(self._waiting) + self._num_followers
 
     @property
     def num_running(self) -> int:
@@ -65,7 +81,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """True while a request waits or runs, or a step is out."""
-        return bool(self._waiting_uids or self._running or self._in_flight)
+        return bool(self.num_waiting or self._running or self._in_flight)
 
     @property
     def can_schedule(self) -> bool:
@@ -81,49 +97,53 @@ class Scheduler:
         """Return the ids of the requests that own blocks."""
         return tuple(request.request_id for request in self._running)
 
+    def wake_at(self) -> float | None:
+        """Return when `schedule` may have something to do although nobody arrived."""
+        times = [self._deadlines.next_at()]
+        if len(self._waiting):
+            times.append(self._batching.wake_at(self._view()))
+        return min((moment for moment in times if moment is not None), default=None)
+
     # The three verbs of the loop.
 
-    def add(self, request: InferRequest) -> None:
-        """Queue a request; one that can never fit ends in ERROR at once."""
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.uid, request))
+    def add(self, request: InferRequest, *, after: InferRequest | None = None) -> None:
+        """Queue a request; one that can never fit ends in ERROR at once.
+
+        One that comes `after` another waits until that one's prompt is computed, whose blocks it
+        then shares: so do the samples of one prompt.
+        """
+        request.arrival_time = self._clock()
+        self._deadlines.watch(request)
         # The last token is sampled but never written, so it needs no room.
         if not self._cache.can_ever_fit(request.max_total_tokens - 1):
-            usage = self._cache.usage
-            self.fail(
-                request,
-                RequestError(
-                    RequestErrorCode.KV_CAPACITY,
-                    f"the prompt of {request.num_prompt_tokens} tokens and max_tokens "
-                    f"{request.params.max_tokens} need up to {request.max_total_tokens} tokens of "
-                    f"KV cache, which has {usage.num_blocks * self._cache.block_size}; lower "
-                    "max_tokens or raise engine.cache.kv_cache_gib",
-                ),
-                FinishReason.ERROR,
-            )
-            return
-        self._queue(request)
+            self.fail(request, self._never_fits(request), FinishReason.ERROR)
+        elif after is not None and not after.state.is_terminal:
+            self._followers.setdefault(after.uid, []).append(request)
+            self._num_followers += 1
+        else:
+            self._enqueue(request)
+
+    def set_intake_closed(self, is_closed: bool) -> None:  # noqa: FBT001
+        """Say whether more requests may come; policies that wait for them stop waiting."""
+        self._is_intake_closed = is_closed
 
     def schedule(self) -> ScheduledStep | None:
         """Put the next step together and hand it out.
 
-        Returns None only when idle or when every request waits for a step in flight.
+        Returns None only when idle, when every request waits for a step in flight, or when the
+        batching policy waits for more requests until `wake_at`.
 
         Raises:
             CacheExhaustedError: requests are there, nothing is in flight, and none can move.
         """
         self._expire()
-        plan = StepPlan(budget=self._config.max_num_batched_tokens)
+        plan = StepPlan(budget=self.token_limit)
         self._plan_running(plan)
-        if not plan.preempted:
-            self._plan_waiting(plan)
+        is_held_back = not plan.is_short_of_blocks and self._plan_waiting(plan)
+        self._give_away_rest(plan)
         if plan.entries:
-            step = plan.seal(self._next_step_id, self._known_uids, self._finished_uids)
-            self._next_step_id += 1
-            self._finished_uids = []
-            self._in_flight.append(step)
-            return step
-        if not self._in_flight and (self._waiting_uids or self._running):
+            return self._hand_out(plan)
+        if not self._in_flight and self.has_unfinished and not is_held_back:
             usage = self._cache.usage
             raise CacheExhaustedError(
                 f"{self.num_waiting} waiting and {len(self._running)} running requests, but none "
@@ -144,11 +164,32 @@ class Scheduler:
                 self._free_when_quiet(request)
             elif entry.epoch == request.epoch:
                 self._cache.publish(request, entry.num_written_tokens)
+                if entry.num_written_tokens >= request.num_prompt_tokens:
+                    self._release_followers(request)
                 if entry.is_sampling:
                     token_id = token_of[request.uid]
                     self._append(request, token_id)
                     updates.append(TokenUpdate(request=request, token_id=token_id))
         return updates
+
+    def roll_back(self) -> int:
+        """Undo the oldest step in flight, which failed; return how many tokens it had.
+
+        The worker has forgotten every request, so each is sent anew. Blocks that earlier steps
+        wrote are kept: nothing but the failed step is computed again.
+        """
+        step = self._in_flight.popleft()
+        for entry in step.entries:
+            request = entry.request
+            request.num_inflight_steps -= 1
+            if request.state.is_terminal:
+                self._free_when_quiet(request)
+            elif entry.epoch == request.epoch:
+                request.num_computed_tokens -= entry.num_scheduled_tokens
+                if entry.is_sampling:
+                    request.give_up_token()
+        self._known_uids.clear()
+        return sum(entry.num_scheduled_tokens for entry in step.entries)
 
     # How a request ends.
 
@@ -162,16 +203,14 @@ class Scheduler:
         """End a request with an error, wherever it is."""
         request.error, request.finish_reason = error, reason
         request.transition_to(RequestState.ERROR)
-        self._waiting_uids.discard(request.uid)
+        self._waiting.discard(request)
         self._failed.append(request)
         self._forget(request)
 
-    def fail_all(self, error: RequestError, reason: FinishReason) -> None:
-        """End every request that waits or runs."""
-        waiting = [item[2] for item in self._waiting]
-        for request in (*waiting, *list(self._running)):
-            if not request.state.is_terminal:
-                self.fail(request, error, reason)
+    def living_requests(self) -> list[InferRequest]:
+        """Return every request that waits or runs."""
+        followers = [request for group in self._followers.values() for request in group]
+        return [*self._waiting.requests(), *followers, *self._running]
 
     def take_failed(self) -> list[InferRequest]:
         """Return the requests that ended in ERROR since the last call."""
@@ -187,9 +226,14 @@ class Scheduler:
                 continue
             if request.num_pending_tokens and request.is_out_of_budget:
                 continue  # its last token is in flight
-            count = min(request.num_uncomputed_tokens, plan.budget)
+            count = self._num_tokens_for(request, plan)
             if count > 0:
                 self._grow_or_preempt(plan, request, count)
+
+    def _num_tokens_for(self, request: InferRequest, plan: StepPlan) -> int:
+        """Return a request's tokens of this step; one prefill gets no more than its share."""
+        share = max(int(self.token_limit * self._config.max_prefill_fraction), 1)
+        return min(request.num_uncomputed_tokens, plan.budget, share)
 
     def _grow_or_preempt(self, plan: StepPlan, request: InferRequest, count: int) -> None:
         target = request.num_computed_tokens + count
@@ -211,30 +255,35 @@ class Scheduler:
             default=None,
         )
 
-    def _preempt(self, plan: StepPlan, request: InferRequest) -> None:
-        plan.preempt(request)
-        self._cache.free(request)
-        request.num_computed_tokens = 0
-        request.epoch += 1
-        request.num_preemptions += 1
-        request.transition_to(RequestState.WAITING)
-        self._running.remove(request)
-        self._known_uids.discard(request.uid)
-        self._queue(request)
+    def _plan_waiting(self, plan: StepPlan) -> bool:
+        """Admit waiting requests in order, until one does not fit.
 
-    def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting requests in order, until one does not fit."""
-        while plan.budget > 0 and (request := self._first_waiting()) is not None:
-            if not self._try_admit(request):
-                return
-            heapq.heappop(self._waiting)
-            self._waiting_uids.discard(request.uid)
+        Returns True when the batching policy holds them back.
+        """
+        if not len(self._waiting):
+            return False
+        num_admissible = self._batching.num_admissible(self._view())
+        is_held_back = num_admissible == 0
+        while plan.budget > 0 and num_admissible > 0:
+            is_long_allowed = self._is_long_allowed()
+            request = self._waiting.first(is_long_allowed=is_long_allowed)
+            if request is None or not self._try_admit(request):
+                break
+            self._waiting.pop(is_long_allowed=is_long_allowed)
             self._running.append(request)
-            count = min(request.num_uncomputed_tokens, plan.budget)
+            self._num_long_running += self._waiting.is_long(request)
+            count = self._num_tokens_for(request, plan)
             plan.schedule(request, count, list(request.block_ids))
+            self._batching.note_admission()
+            num_admissible -= 1
+        return is_held_back
 
     def _try_admit(self, request: InferRequest) -> bool:
-        """Admit a request when a slot and enough device resources are free."""
+        """Admit a request when a slot is free, its blocks are, and nothing it needs is missing.
+
+        The third check is made before a request comes here: one that depends on others, or
+        shares the prompt of another, is queued only when those are ready.
+        """
         if len(self._running) >= self._config.max_num_seqs:
             return False
         is_full = self._config.kv_reservation == "full"
@@ -246,50 +295,109 @@ class Scheduler:
         request.transition_to(RequestState.READY)
         return True
 
+    def _is_long_allowed(self) -> bool:
+        limit = self._config.max_long_requests
+        return limit is None or self._num_long_running < limit
+
+    def _give_away_rest(self, plan: StepPlan) -> None:
+        """Let prefills go beyond their share when nobody else wants the rest of the step."""
+        for entry in plan.entries.values():
+            request = entry.request
+            missing = request.num_uncomputed_tokens - entry.num_scheduled_tokens
+            count = min(missing, plan.budget)
+            if count <= 0:
+                continue
+            target = request.num_computed_tokens + entry.num_scheduled_tokens + count
+            new_blocks = self._cache.try_grow(request, target)
+            if new_blocks is not None:
+                plan.extend(entry, count, new_blocks)
+
     # Bookkeeping.
 
+    def _preempt(self, plan: StepPlan, request: InferRequest) -> None:
+        plan.preempt(request)
+        # Sent with the next step that goes out: this plan may come to nothing.
+        self._preempted_uids.append(request.uid)
+        self._cache.free(request)
+        request.num_computed_tokens = 0
+        request.epoch += 1
+        request.num_preemptions += 1
+        request.transition_to(RequestState.WAITING)
+        self._remove_running(request)
+        self._known_uids.discard(request.uid)
+        # It keeps its uid and arrival time, and so its place before those who came later.
+        self._waiting.push(request)
+
+    def _hand_out(self, plan: StepPlan) -> ScheduledStep:
+        step = plan.seal(
+            self._next_step_id,
+            self._known_uids,
+            preempted_uids=self._preempted_uids,
+            finished_uids=self._finished_uids,
+        )
+        self._next_step_id += 1
+        self._preempted_uids, self._finished_uids = [], []
+        self._in_flight.append(step)
+        return step
+
     def _append(self, request: InferRequest, token_id: int) -> None:
-        request.num_pending_tokens -= 1
-        request.output_token_ids.append(token_id)
+        request.append_token(token_id)
         if token_id in request.stop_token_ids:
             self.finish(request, FinishReason.STOP)
         elif request.num_known_tokens >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
 
-    def _queue(self, request: InferRequest) -> None:
-        # A preempted request keeps its uid and so its place before everyone who came later.
-        heapq.heappush(self._waiting, (request.priority, request.uid, request))
-        self._waiting_uids.add(request.uid)
+    def _enqueue(self, request: InferRequest) -> None:
+        self._waiting.push(request)
+        self._batching.note_arrival(self._clock())
 
-    def _first_waiting(self) -> InferRequest | None:
-        while self._waiting:
-            request = self._waiting[0][2]
-            if request.state is RequestState.WAITING:
-                return request
-            heapq.heappop(self._waiting)  # ended while it waited
-        return None
+    def _release_followers(self, leader: InferRequest) -> None:
+        for request in self._followers.pop(leader.uid, ()):
+            self._num_followers -= 1
+            if not request.state.is_terminal:
+                self._enqueue(request)
 
     def _forget(self, request: InferRequest) -> None:
         if request in self._running:
-            self._running.remove(request)
+            self._remove_running(request)
         if request.uid in self._known_uids:
             self._known_uids.discard(request.uid)
             self._finished_uids.append(request.uid)
         self._free_when_quiet(request)
+        self._release_followers(request)
+
+    def _remove_running(self, request: InferRequest) -> None:
+        self._running.remove(request)
+        self._num_long_running -= self._waiting.is_long(request)
 
     def _free_when_quiet(self, request: InferRequest) -> None:
         """Give the blocks back once no step in flight writes to them."""
         if request.num_inflight_steps == 0 and request.block_ids:
             self._cache.free(request)
 
+    def _view(self) -> BatchView:
+        return BatchView(
+            now=self._clock(),
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            oldest_arrival=self._waiting.oldest_arrival,
+            is_intake_closed=self._is_intake_closed,
+        )
+
+    def _never_fits(self, request: InferRequest) -> RequestError:
+        num_tokens = self._cache.usage.num_blocks * self._cache.block_size
+        return RequestError(
+            RequestErrorCode.KV_CAPACITY,
+            f"the prompt of {request.num_prompt_tokens} tokens and max_tokens "
+            f"{request.params.max_tokens} need up to {request.max_total_tokens} tokens of KV "
+            f"cache, which has {num_tokens}; lower max_tokens or raise engine.cache.kv_cache_gib",
+        )
+
     def _expire(self) -> None:
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if not request.state.is_terminal:
-                error = RequestError(
-                    RequestErrorCode.TIMEOUT,
-                    f"not finished in time: {len(request.output_token_ids)} of at most "
-                    f"{request.params.max_tokens} tokens generated; raise the row's timeout",
-                )
-                self.fail(request, error, FinishReason.TIMEOUT)
+        for request in self._deadlines.take_late(self._clock()):
+            error = RequestError(
+                RequestErrorCode.TIMEOUT,
+                f"not finished in time: {len(request.output_token_ids)} of at most "
+                f"{request.params.max_tokens} tokens generated; raise the row's timeout",
+            )
+            self.fail(request, error, FinishReason.TIMEOUT)

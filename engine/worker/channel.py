@@ -1,6 +1,7 @@
 """The pipe between the main process and a worker: whole messages, never torn ones."""
 
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 
 from engine.messages import FromWorker, ToWorker, decode_from_worker, decode_to_worker, encode
 
@@ -25,6 +26,12 @@ class Channel:
     def inherited(file_descriptor: int) -> "Channel":
         """Take up the end that the parent process left open for this one."""
         return Channel(Connection(file_descriptor))
+
+    @staticmethod
+    def wait_for_any(channels: "Sequence[Channel]", timeout_seconds: float) -> "list[Channel]":
+        """Return the channels where a message, or the end, can be read; none after the time-out."""
+        ready = wait([channel._connection for channel in channels], max(0.0, timeout_seconds))
+        return [channel for channel in channels if channel._connection in ready]
 
     @property
     def file_descriptor(self) -> int:

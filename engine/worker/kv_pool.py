@@ -20,10 +20,12 @@ def count_blocks(
     backend: DeviceBackend,
     *,
     max_useful_tokens: int,
+    num_sharing_ranks: int = 1,
 ) -> int:
     """Decide the number of KV blocks, and log why.
 
     max_useful_tokens is what the largest batch can ever hold; more memory would lie idle.
+    num_sharing_ranks is how many ranks have a pool in the memory of this one device.
 
     Raises:
         ConfigError: not even one block fits, with the numbers.
@@ -33,14 +35,17 @@ def count_blocks(
         logger.info("kv cache: num_blocks=%d as configured", config.num_blocks)
         return config.num_blocks
     memory = backend.memory_info()
+    free_bytes = memory.free_bytes // num_sharing_ranks
     fraction = config.memory_fraction or backend.capabilities.default_memory_fraction
     if config.kv_cache_gib is not None:
-        room_bytes = int(config.kv_cache_gib * _GIB)
+        room_bytes = int(config.kv_cache_gib * _GIB) // num_sharing_ranks
         reason = f"kv_cache_gib={config.kv_cache_gib}"
     else:
-        room_bytes = int(memory.free_bytes * fraction)
-        reason = f"{fraction:.2f} of {memory.free_bytes / _GIB:.2f} GiB free"
-    if room_bytes > memory.free_bytes or room_bytes < block_bytes:
+        room_bytes = int(free_bytes * fraction)
+        reason = f"{fraction:.2f} of {free_bytes / _GIB:.2f} GiB free"
+    if num_sharing_ranks > 1:
+        reason += f", for one of {num_sharing_ranks} ranks"
+    if room_bytes > free_bytes or room_bytes < block_bytes:
         raise ConfigError(
             f"no room for the KV cache: {reason} gives {room_bytes} bytes, one block takes "
             f"{block_bytes}, and {memory.free_bytes} of {memory.total_bytes} bytes are free; "

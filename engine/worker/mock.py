@@ -40,6 +40,7 @@ class MockRunner(Runner):
     def __init__(self, config: EngineConfig) -> None:
         self._step_seconds = config.runtime.mock_step_seconds
         self._num_blocks = config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
+        self._max_tokens = config.runtime.mock_max_step_tokens
         self._answers: dict[int, _Answer] = {}
 
     def load(self) -> int:
@@ -60,6 +61,9 @@ class MockRunner(Runner):
         for new in batch.new:
             self._answers[new.uid] = _answer(new)
             scheduled.append((new.uid, new.num_scheduled_tokens))
+        num_tokens = sum(count for _, count in scheduled)
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
+            raise MemoryError(f"the mock device has no memory for {num_tokens} tokens")
         uids: list[int] = []
         token_ids: list[int] = []
         for uid, count in scheduled:
@@ -77,8 +81,13 @@ class MockRunner(Runner):
         )
 
     def classify_error(self, error: BaseException) -> str:
-        """Return the one kind there is."""
-        return WorkerFailure.OTHER.value
+        """Tell the mock's own lack of memory from a bug."""
+        is_memory = isinstance(error, MemoryError)
+        return (WorkerFailure.OUT_OF_MEMORY if is_memory else WorkerFailure.OTHER).value
+
+    def forget_all(self) -> None:
+        """Forget every request."""
+        self._answers = {}
 
     def close(self) -> None:
         """Forget every answer."""

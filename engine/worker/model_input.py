@@ -10,6 +10,7 @@ import torch
 
 from engine.backends.base import AttentionMetadata
 from engine.messages import NewRequest, Running, SamplerSpec, ScheduleBatch
+from engine.worker.token_counts import TokenCounts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,11 +23,27 @@ class Slot:
     num_computed_tokens: int
     block_ids: list[int]
     sampler: SamplerSpec
+    counts: TokenCounts | None = None  # made when a penalty first asks for them
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_sampling(self) -> bool:
+        """True when every token is computed, so that the next one can be picked."""
+        is_computed = self.num_computed_tokens == len(self.token_ids)
+        return is_computed and not self.sampler.is_scoring_only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSpan:
+    """Tokens of a prompt, from position `start` on, whose log probabilities a step is to find."""
+
+    slot: Slot
+    start: int
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +52,10 @@ class ModelInput:
 
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    sample_rows: torch.Tensor  # [number of requests that sample] int64, index into T
-    sampling: tuple[Slot, ...]  # those requests, in the same order
+    logit_rows: torch.Tensor  # int64, index into T: a row for each slot that samples, then a
+    # row for each token of each scored span
+    sampling: tuple[Slot, ...]
+    scored: tuple[ScoredSpan, ...]
     attention: AttentionMetadata
 
 
@@ -61,22 +80,29 @@ class SlotTable:
         query_lens: list[int] = []
         seq_lens: list[int] = []
         sample_rows: list[int] = []
+        scored_rows: list[int] = []
         sampling: list[Slot] = []
+        scored: list[ScoredSpan] = []
         end = 0
         for slot, count in scheduled:
             start, end = end, end + count
             self._write_tokens(slot, count, start)
+            span = _scored_span(slot, count)
+            if span is not None:
+                scored_rows += range(start, start + len(span.token_ids))
+                scored.append(span)
             slot.num_computed_tokens += count
             query_lens.append(count)
             seq_lens.append(slot.num_computed_tokens)
-            if slot.num_computed_tokens == len(slot.token_ids):
+            if slot.is_sampling:
                 sample_rows.append(end - 1)
                 sampling.append(slot)
         return ModelInput(
             input_ids=torch.from_numpy(self._input_ids[:end]).to(device),
             positions=torch.from_numpy(self._positions[:end]).to(device),
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(sample_rows + scored_rows, dtype=torch.int64, device=device),
             sampling=tuple(sampling),
+            scored=tuple(scored),
             attention=AttentionMetadata(
                 query_lens=query_lens,
                 seq_lens=seq_lens,
@@ -85,6 +111,10 @@ class SlotTable:
                 seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32, device=device),
             ),
         )
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._slots.clear()
 
     def _take_in(self, batch: ScheduleBatch) -> list[tuple[Slot, int]]:
         scheduled = [self._known(item) for item in batch.running]
@@ -117,6 +147,15 @@ class SlotTable:
         self._slot_mapping[start : start + count] = (
             blocks * self._block_size + positions % self._block_size
         )
+
+
+def _scored_span(slot: Slot, count: int) -> ScoredSpan | None:
+    """Return what the next `count` tokens say about the prompt: each scores the one after it."""
+    if slot.sampler.prompt_logprobs is None:
+        return None
+    start = slot.num_computed_tokens + 1
+    token_ids = slot.token_ids[start : min(start + count, slot.num_prompt_tokens)]
+    return ScoredSpan(slot=slot, start=start, token_ids=token_ids) if token_ids else None
 
 
 def _pad(tables: list[list[int]]) -> torch.Tensor:

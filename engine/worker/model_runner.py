@@ -1,5 +1,6 @@
 """One step of a real model: build the input, run the modules, sample."""
 
+import os
 import time
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import torch
 from engine.backends import load_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.messages import ScheduleBatch, StepDone, WorkerTimings
+from engine.logprobs import ScoredPart, TokenLogprob
+from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
 from engine.model_source import ModelSource
 from engine.models import load_model
+from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import allocate_pool, count_blocks
-from engine.worker.model_input import SlotTable
+from engine.worker.logprobs import score
+from engine.worker.model_input import ModelInput, SlotTable
 from engine.worker.runner import Runner
 from engine.worker.sampler import sample
 
@@ -20,17 +24,30 @@ from engine.worker.sampler import sample
 class ModelRunner(Runner):
     """Runs a transformers model on one device."""
 
-    def __init__(self, config: EngineConfig, device_id: int) -> None:
+    def __init__(self, config: EngineConfig, start: StartWorker) -> None:
         self._config = config
         self._source = ModelSource.inspect(config)
         self._backend = load_backend(config.device)
-        self.device = self._backend.bind(device_id, config.runtime.num_threads)
+        num_threads = share_of_threads(config.runtime.num_threads, start.world_size)
+        self.device = self._backend.bind(start.device_id, num_threads)
         self.dtype = self._source.dtype
         if self.dtype not in self._backend.capabilities.dtypes:
             raise ConfigError(
                 f"dtype {self.dtype} does not run on {self.device}; set engine.dtype to one of "
                 f"{', '.join(self._backend.capabilities.dtypes)}"
             )
+        self._group = ParallelGroup.join(
+            Rendezvous(
+                folder=Path(start.rendezvous_dir),
+                rank=start.rank,
+                world_size=start.world_size,
+                # A rank that hangs is the main process's affair, see watchdog_seconds.
+                timeout_seconds=max(
+                    config.runtime.start_timeout_seconds, config.runtime.watchdog_seconds
+                ),
+            ),
+            self._backend.dist_backend,
+        )
         self._slots = SlotTable(
             block_size=config.cache.block_size,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -42,6 +59,7 @@ class ModelRunner(Runner):
             Path(self._config.model_path),
             dtype=self.dtype,
             backend=self._backend,
+            group=self._group,
             trust_remote_code=self._config.trust_remote_code,
         )
         return count_blocks(
@@ -50,6 +68,7 @@ class ModelRunner(Runner):
             self._model.dtype,
             self._backend,
             max_useful_tokens=self._config.scheduler.max_num_seqs * self._source.max_model_len,
+            num_sharing_ranks=self._group.world_size if self._backend.name == "cpu" else 1,
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -66,27 +85,70 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def execute(self, batch: ScheduleBatch) -> StepDone:
-        """Run one step; only the sampled token ids come back to the host."""
+        """Run one step; only token ids and asked-for log probabilities come back to the host."""
         started = time.perf_counter()
         step = self._slots.prepare(batch, self._backend.device)
         prepared = time.perf_counter()
         with self._model.attention.step(step.attention):
-            logits = self._model.logits(step.input_ids, step.positions, step.sample_rows)
+            logits = self._model.logits(step.input_ids, step.positions, step.logit_rows)
         self._backend.synchronize()
         computed = time.perf_counter()
-        token_ids = sample(logits, step.sampling) if step.sampling else []
+        token_ids, logprobs = self._sample(logits[: len(step.sampling)], step)
         for slot, token_id in zip(step.sampling, token_ids, strict=True):
             slot.token_ids.append(token_id)
         return StepDone(
             step_id=batch.step_id,
             uids=[slot.uid for slot in step.sampling],
             token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._score_prompts(logits[len(step.sampling) :], step),
             timings=WorkerTimings(
                 prepare_seconds=prepared - started,
                 forward_seconds=computed - prepared,
                 sample_seconds=time.perf_counter() - computed,
             ),
         )
+
+    def _sample(
+        self, logits: torch.Tensor, step: ModelInput
+    ) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """Return the tokens that rank 0 drew, and there their log probabilities by uid.
+
+        Equal logits and numbers would give every rank the same, but rounding may differ between
+        machines of one kind, and ranks that disagree on a token never agree again.
+        """
+        slots = step.sampling
+        if not slots:
+            return [], {}
+        if self._group.rank > 0:
+            return self._group.broadcast_numbers([0] * len(slots)), {}
+        asked = [row for row, slot in enumerate(slots) if slot.sampler.logprobs is not None]
+        raw = logits[asked] if asked else logits[:0]  # a copy: sampling changes the logits
+        token_ids = self._group.broadcast_numbers(sample(logits, slots))
+        scores = score(
+            raw,
+            [token_ids[row] for row in asked],
+            [slots[row].sampler.logprobs or 0 for row in asked],
+        )
+        return token_ids, {slots[row].uid: found for row, found in zip(asked, scores, strict=True)}
+
+    def _score_prompts(self, logits: torch.Tensor, step: ModelInput) -> dict[int, ScoredPart]:
+        """Return the log probabilities of prompt tokens by uid; the logits are theirs, in order."""
+        parts: dict[int, ScoredPart] = {}
+        if self._group.rank > 0:
+            return parts
+        start = 0
+        for span in step.scored:
+            count = len(span.token_ids)
+            num_top = span.slot.sampler.prompt_logprobs or 0
+            found = score(logits[start : start + count], span.token_ids, [num_top] * count)
+            parts[span.slot.uid] = ScoredPart(span.start, found)
+            start += count
+        return parts
+
+    def forget_all(self) -> None:
+        """Forget every request."""
+        self._slots.clear()
 
     def classify_error(self, error: BaseException) -> str:
         """Ask the backend what kind of trouble this is."""
@@ -97,3 +159,15 @@ class ModelRunner(Runner):
         if hasattr(self, "_model"):
             self._model.attention.bind_caches(())
             del self._model
+        self._group.leave()
+
+
+def share_of_threads(num_threads: int | None, world_size: int) -> int | None:
+    """Return the CPU threads of one rank; None leaves them to the backend.
+
+    Ranks have equal numbers: a product may round otherwise with another number of threads, and
+    what ranks compute alike, such as the choice of experts, must be alike.
+    """
+    if world_size == 1:
+        return num_threads
+    return max(1, (num_threads or len(os.sched_getaffinity(0))) // world_size)

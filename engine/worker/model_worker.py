@@ -57,7 +57,7 @@ class ModelWorker:
         started = time.perf_counter()
         try:
             config = EngineConfig.model_validate(message.config)
-            self._runner = _make_runner(config, message.device_id)
+            self._runner = _make_runner(config, message)
             num_blocks = self._runner.load()
         except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
             logger.exception("worker cannot start")
@@ -91,17 +91,18 @@ class ModelWorker:
             return self._runner.execute(batch)
         except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
             logger.exception("step %d failed", batch.step_id)
+            self._runner.forget_all()
             kind = self._runner.classify_error(error)
             return StepFailed(step_id=batch.step_id, kind=kind, message=repr(error))
 
 
-def _make_runner(config: EngineConfig, device_id: int) -> Runner:
+def _make_runner(config: EngineConfig, start: StartWorker) -> Runner:
     """Return the runner of the device; a mock worker never waits for torch to be imported."""
     if config.device == "mock":
         return MockRunner(config)
     from engine.worker.model_runner import ModelRunner
 
-    return ModelRunner(config, device_id)
+    return ModelRunner(config, start)
 
 
 def serve(channel: Channel) -> None:

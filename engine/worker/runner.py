@@ -27,6 +27,10 @@ class Runner(ABC):
         """Run one step."""
 
     @abstractmethod
+    def forget_all(self) -> None:
+        """Forget every request, after a step that failed; each will be sent anew."""
+
+    @abstractmethod
     def classify_error(self, error: BaseException) -> str:
         """Return the WorkerFailure of an exception of `execute`."""
 

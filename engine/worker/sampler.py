@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.messages import SamplerSpec
+from engine.worker.logits import process
 from engine.worker.model_input import Slot
 
 _MASK = (1 << 64) - 1
@@ -29,10 +30,10 @@ def uniform_number(spec: SamplerSpec, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, slots: Sequence[Slot]) -> list[int]:
-    """Return one token id for each row of logits [R, V]."""
+    """Return one token id for each row of logits [R, V], which may be changed."""
     logits = logits.float()
-    _forbid_early_stops(logits, slots)
-    token_ids = logits.argmax(dim=-1)
+    process(logits, slots)
+    token_ids = _likeliest(logits)
     drawn = [row for row, slot in enumerate(slots) if slot.sampler.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
@@ -41,10 +42,22 @@ def sample(logits: torch.Tensor, slots: Sequence[Slot]) -> list[int]:
     return picked
 
 
-def _forbid_early_stops(logits: torch.Tensor, slots: Sequence[Slot]) -> None:
-    for row, slot in enumerate(slots):
-        if slot.num_output_tokens < slot.sampler.min_tokens:
-            logits[row, list(slot.sampler.forbidden_token_ids)] = float("-inf")
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token of each row [V], after mending rows that have none.
+
+    Such a row comes from a model that overflows, or has every token forbidden; its neighbours must
+    not suffer from it. What is no number is less likely than a number, and likelier than what is
+    forbidden.
+    """
+    token_ids = logits.argmax(dim=-1)
+    best = logits.gather(1, token_ids[:, None])[:, 0]
+    is_broken = ~best.isfinite()
+    if is_broken.any():
+        largest = torch.finfo(logits.dtype).max
+        mended = logits[is_broken].nan_to_num(nan=-largest / 2, posinf=largest, neginf=-largest)
+        logits[is_broken] = mended
+        token_ids[is_broken] = mended.argmax(dim=-1)
+    return token_ids
 
 
 def _draw(logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
@@ -52,10 +65,13 @@ def _draw(logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
     device = logits.device
     specs = [slot.sampler for slot in slots]
     temperatures = torch.tensor([spec.temperature for spec in specs], device=device)
+    temperatures.clamp_(min=torch.finfo(torch.float32).tiny)
     uniforms = torch.tensor(
         [uniform_number(slot.sampler, slot.num_output_tokens) for slot in slots], device=device
     )
-    probabilities = (logits / temperatures[:, None]).softmax(dim=-1)
+    # The likeliest token is at 0 before the division, so a tiny temperature makes no infinity.
+    centred = logits - logits.amax(dim=-1, keepdim=True)
+    probabilities = (centred / temperatures[:, None]).softmax(dim=-1)
     token_ids = torch.empty(len(specs), dtype=torch.int64, device=device)
     is_plain = np.array([spec.top_k == 0 and spec.top_p == 1 and spec.min_p == 0 for spec in specs])
     for row in np.flatnonzero(is_plain):
@@ -67,25 +83,32 @@ def _draw(logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
 
 
 def _filter(probabilities: torch.Tensor, spec: SamplerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what top_k, top_p and min_p leave of one row [V], likeliest first, and the ids.
+    """Return what min_p, top_k and top_p leave of one row [V], likeliest first, and the ids.
 
-    Ties are broken by the token id, so that the result does not depend on the sort.
+    In this order, as in vLLM: top_p counts the mass of what the other two have left. Ties are
+    broken by the token id, so that the result does not depend on the sort.
     """
-    count = min(spec.top_k or len(probabilities), len(probabilities))
     ordered, ids = torch.sort(probabilities, descending=True, stable=True)
+    count = min(spec.top_k or len(ordered), len(ordered))
     ordered, ids = ordered[:count], ids[:count]
+    is_likely = ordered >= spec.min_p * ordered[0]
+    ordered, ids = ordered[is_likely], ids[is_likely]
     # A token stays while the mass before it is below top_p, so the likeliest always stays.
     ordered = ordered / ordered.sum()
     is_kept = ordered.cumsum(0) - ordered < spec.top_p
-    is_kept &= ordered >= spec.min_p * ordered[0]
     return ordered[is_kept], ids[is_kept]
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose cumulative weight passes `uniform` of the total."""
+    """Return the first index whose cumulative weight passes `uniform` of the total.
+
+    The target stays below the total when the product rounds up to it, so there is such an index,
+    and its weight is not 0.
+    """
     cumulative = weights.cumsum(0)
-    index = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-    return index.clamp_(max=len(weights) - 1)
+    total = cumulative[-1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)
 
 
 def _mix(state: int) -> int:

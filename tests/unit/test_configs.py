@@ -33,6 +33,15 @@ def test_example_shows_every_setting_of_a_job():
     assert [key for key in keys_of(JobConfig) if key.rpartition(".")[2] not in shown] == []
 
 
+def test_example_stays_valid_with_every_line_that_is_commented_out(tmp_path: Path):
+    text = (JOBS / "example.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "job.yaml"
+    path.write_text(re.sub(r"^( *)# (\w+: )", r"\1\2", text, flags=re.MULTILINE), encoding="utf-8")
+    config = load_job_config(path)
+    assert config.job_id is not None
+    assert config.engine.cache.num_blocks == 1024
+
+
 def test_demo_job_reads_what_the_demo_prepares():
     config = load_job_config(JOBS / "demo.yaml")
     folder = config.sources[0].path.parent

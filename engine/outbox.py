@@ -1,0 +1,74 @@
+"""Turns ended requests into text, in a thread of its own, behind the device.
+
+The driver hands over requests that are DONE or ERROR; their completions, or the next turn of
+their conversation, appear in their session.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from engine.output_processor import OutputProcessor
+from engine.request import InferRequest
+from engine.session import Session, Turn
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Owns which session and turn each request inside the engine belongs to."""
+
+    def __init__(self, processor: OutputProcessor, on_delivery: Callable[[], None]) -> None:
+        self._processor = processor
+        self._on_delivery = on_delivery
+        self._owners: dict[int, tuple[Session, Turn]] = {}
+        self._queue: queue.SimpleQueue[InferRequest | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="tokenmill-outbox", daemon=True)
+        self._thread.start()
+
+    def register(self, request: InferRequest, session: Session, turn: Turn) -> None:
+        """Note whom a request belongs to."""
+        self._owners[request.uid] = (session, turn)
+
+    def put(self, request: InferRequest) -> None:
+        """Hand over a request that has ended."""
+        self._queue.put(request)
+
+    def check(self) -> None:
+        """Raise what went wrong with an earlier request; it is a bug, and no row's fault."""
+        if self._error is not None:
+            raise self._error
+
+    def drop(self, request: InferRequest) -> None:
+        """Forget a request that was given up; nobody waits for its completion."""
+        session, _ = self._owners.pop(request.uid)
+        self._processor.forget(request)
+        session.drop_turn()
+
+    def requests_of(self, session: Session) -> set[int]:
+        """Return the uids inside the engine that belong to a session."""
+        return {uid for uid, (owner, _) in list(self._owners.items()) if owner is session}
+
+    def close(self) -> None:
+        """Finish what was handed over, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (request := self._queue.get()) is not None:
+            try:
+                session, turn = self._owners.pop(request.uid)
+                completion = self._processor.complete(request)
+                logger.debug(
+                    "completed request_id=%s sample_index=%d finish_reason=%s tokens=%d",
+                    completion.request_id,
+                    completion.sample_index,
+                    completion.finish_reason.value,
+                    completion.num_output_tokens,
+                )
+                session.finish_turn(turn, completion)
+            except Exception as error:  # noqa: BLE001 - raised again in the driver's next put
+                self._error = error
+            self._on_delivery()

@@ -1,0 +1,63 @@
+"""From a turn to the requests that the scheduler knows: one for each sample."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterable
+
+from engine.errors import RequestError, RequestErrorCode
+from engine.model_source import ModelSource
+from engine.request import InferRequest, sampling_key_of
+from engine.session import Turn
+
+
+class RequestFactory:
+    """Gives out uids, and fills in what the model and the engine decide about a request."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._uids = itertools.count()
+        # Of requests that bring no seed; a job always brings one.
+        self._seed = secrets.randbits(63)
+
+    def make(self, turn: Turn) -> list[InferRequest]:
+        """Return the requests of a turn, the first sample first."""
+        samples: Iterable[int] = (
+            range(turn.request.sampling_params.n)
+            if turn.sample_index is None
+            else (turn.sample_index,)
+        )
+        return [self._make_sample(turn, sample_index) for sample_index in samples]
+
+    def check_length(self, num_tokens: int, max_tokens: int) -> None:
+        """Refuse a prompt that leaves no room for an answer.
+
+        Raises:
+            RequestError: the prompt is too long, with the numbers.
+        """
+        limit = self._source.max_model_len
+        if num_tokens + min(max_tokens, 1) > limit:
+            raise RequestError(
+                RequestErrorCode.PROMPT_TOO_LONG,
+                f"the prompt has {num_tokens} tokens; with one token of answer at most {limit} "
+                "fit the model (max_model_len); shorten it",
+            )
+
+    def _make_sample(self, turn: Turn, sample_index: int) -> InferRequest:
+        request, params = turn.request, turn.request.sampling_params
+        key, timeout = request.sampling_key, request.timeout_seconds
+        eos_token_ids = () if params.ignore_eos else self._source.eos_token_ids
+        num_prompt = len(turn.token_ids)
+        return InferRequest(
+            uid=next(self._uids),
+            request_id=request.request_id,
+            prompt_token_ids=turn.token_ids,
+            params=params,
+            stop_token_ids=frozenset((*eos_token_ids, *params.stop_token_ids)),
+            max_total_tokens=min(num_prompt + params.max_tokens, self._source.max_model_len),
+            seed=params.seed if params.seed is not None else self._seed,
+            sampling_key=sampling_key_of(request.request_id) if key is None else key,
+            sample_index=sample_index,
+            priority=request.priority,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+        )

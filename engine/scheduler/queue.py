@@ -1,0 +1,89 @@
+"""The order in which waiting requests are admitted: one key for each policy, one heap a lane.
+
+A key never changes while a request waits, so that ten thousand waiting requests cost no more
+than a thousand.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from engine.config import OrderPolicy, SchedulerConfig
+from engine.request import InferRequest
+
+# Tokens of a prompt that the prefix order compares; what differs later shares few blocks less.
+_PREFIX_TOKENS = 1024
+_Heap = list[tuple[Any, int, InferRequest]]
+
+
+class WaitingQueue:
+    """Requests that own no blocks, in the order of a policy, in two lanes.
+
+    Very long requests have a lane of their own, so that only so many of them run at a time.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._key = _key_of(config.order, config.aging_requests)
+        self._long_tokens = config.long_request_tokens
+        self._lane: _Heap = []
+        self._long_lane: _Heap = []
+        self._arrivals: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    @property
+    def oldest_arrival(self) -> float:
+        """When the request arrived that has waited longest; somebody must be waiting."""
+        return next(iter(self._arrivals.values()))
+
+    def is_long(self, request: InferRequest) -> bool:
+        """Tell whether the request belongs to the lane of the very long ones."""
+        return self._long_tokens is not None and request.num_prompt_tokens > self._long_tokens
+
+    def push(self, request: InferRequest) -> None:
+        """Add a request; one that was preempted gets its old place back."""
+        lane = self._long_lane if self.is_long(request) else self._lane
+        heapq.heappush(lane, (self._key(request), request.uid, request))
+        self._arrivals[request.uid] = request.arrival_time
+
+    def first(self, *, is_long_allowed: bool) -> InferRequest | None:
+        """Return the next request without taking it out."""
+        lane = self._next_lane(is_long_allowed=is_long_allowed)
+        return lane[0][2] if lane else None
+
+    def pop(self, *, is_long_allowed: bool) -> InferRequest:
+        """Take the next request out; there must be one."""
+        lane = self._next_lane(is_long_allowed=is_long_allowed)
+        request = heapq.heappop(lane)[2]
+        del self._arrivals[request.uid]
+        return request
+
+    def discard(self, request: InferRequest) -> None:
+        """Forget a request, if it waits here."""
+        self._arrivals.pop(request.uid, None)
+
+    def requests(self) -> list[InferRequest]:
+        """Return every waiting request, in no order."""
+        return [item[2] for item in (*self._lane, *self._long_lane) if item[1] in self._arrivals]
+
+    def _next_lane(self, *, is_long_allowed: bool) -> _Heap:
+        lanes = [self._lane, self._long_lane] if is_long_allowed else [self._lane]
+        for lane in lanes:
+            while lane and lane[0][1] not in self._arrivals:
+                heapq.heappop(lane)  # discarded while it waited
+        filled = [lane for lane in lanes if lane]
+        return min(filled, key=lambda lane: lane[0][:2], default=[])
+
+
+def _key_of(order: OrderPolicy, aging_requests: int) -> Callable[[InferRequest], Any]:
+    keys: dict[OrderPolicy, Callable[[InferRequest], Any]] = {
+        "fcfs": lambda request: request.uid,
+        # Ageing by the clock would be `priority - waited`; the clock is the same for all who
+        # wait, so it cancels, and the arrival number stands for the moment of arrival.
+        "priority": lambda request: request.uid + request.priority * aging_requests,
+        "shortest_first": lambda request: request.max_total_tokens,
+        "longest_first": lambda request: -request.max_total_tokens,
+        "prefix": lambda request: request.prompt_token_ids[:_PREFIX_TOKENS],
+    }
+    return keys[order]

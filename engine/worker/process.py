@@ -1,0 +1,217 @@
+"""The workers of one engine as the main process sees them: start, messages, death.
+
+A worker's faults come out here as WorkerError, with the path of its log and its last lines.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import WorkerError, WorkerFailure
+from engine.messages import FromWorker, Shutdown, StartFailed, StepFailed, ToWorker
+from engine.worker.channel import Channel, ChannelClosedError
+from engine.worker.model_worker import ModelWorker
+
+logger = logging.getLogger(__name__)
+_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_LINES = 12
+_STOP_SECONDS = 10
+# After the failure of one rank, how long to look for a rank whose death may be the reason.
+_AFTERMATH_SECONDS = 1.0
+
+
+@cache
+def _spawner() -> ThreadPoolExecutor:
+    """Return the one thread that starts workers and lives as long as the process.
+
+    The parent-death signal of a worker follows the thread that started it.
+    """
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenmill-spawner")
+
+
+class WorkerProcess:
+    """One rank in a process of its own."""
+
+    def __init__(self, config: EngineConfig, rank: int, log_path: Path) -> None:
+        self._config = config
+        self._rank = rank
+        self.log_path = log_path
+        self.channel, theirs = Channel.pair()
+        self._process = _spawner().submit(self._spawn, theirs).result()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    def send(self, message: ToWorker) -> None:
+        """Send one message; a worker that is gone is reported by `receive`."""
+        try:
+            self.channel.send(message)
+        except ChannelClosedError as error:
+            raise self._death() from error
+
+    def receive(self, timeout_seconds: float) -> FromWorker:
+        """Return the next answer.
+
+        Raises:
+            WorkerError: the worker died, or was silent for too long.
+        """
+        if not self.channel.wait(timeout_seconds):
+            raise WorkerError(
+                f"worker rank {self._rank} (pid {self.pid}) was silent for {timeout_seconds:.0f} s"
+                f"{self.log_hint()}",
+                failure=WorkerFailure.TIMEOUT,
+            )
+        try:
+            return self.channel.receive_from_worker()
+        except ChannelClosedError as error:
+            raise self._death() from error
+
+    def ask_to_stop(self) -> None:
+        """Tell the worker that no message follows."""
+        try:
+            self.channel.send(Shutdown())
+        except ChannelClosedError:
+            logger.debug("worker rank %d is gone already", self._rank)
+
+    def stop(self) -> None:
+        """Wait until the worker, which was asked to stop, has ended; kill it if it does not."""
+        self.channel.close()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("worker rank %d does not end, killing it", self._rank)
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """End a worker that failed, without asking."""
+        self.channel.close()
+        self._process.kill()
+        self._process.wait()
+
+    def log_hint(self) -> str:
+        """Return the path of the log and its last lines, as the end of a message."""
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
+            lines = log.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+        return f"; its log {self.log_path} ends with:\n  " + "\n  ".join(lines or ["(empty)"])
+
+    def _spawn(self, theirs: Channel) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "engine.worker"]
+        arguments = [str(theirs.file_descriptor), str(os.getpid()), self._config.log_level]
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                command + arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.file_descriptor,),
+            )
+
+    def _death(self) -> WorkerError:
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return WorkerError(
+            f"worker rank {self._rank} (pid {self.pid}) {how}{self.log_hint()}",
+            failure=WorkerFailure.DIED,
+        )
+
+
+class InlineWorker:
+    """One rank in this process, for debugging and tests: same messages, no pipe."""
+
+    def __init__(self) -> None:
+        self._worker = ModelWorker()
+        self._replies: deque[FromWorker] = deque()
+        self.pid = os.getpid()
+
+    def send(self, message: ToWorker) -> None:
+        """Handle the message at once and keep the answer."""
+        reply = self._worker.handle(message)
+        if reply is not None:
+            self._replies.append(reply)
+
+    def receive(self, timeout_seconds: float) -> FromWorker:
+        """Return the oldest answer."""
+        return self._replies.popleft()
+
+    def ask_to_stop(self) -> None:
+        """Do nothing: `stop` is heard at once."""
+
+    def stop(self) -> None:
+        """Release everything."""
+        self._worker.close()
+
+    def kill(self) -> None:
+        """Release everything; there is no process to kill."""
+        self._worker.close()
+
+    def log_hint(self) -> str:
+        """Return nothing: it logs where this process logs."""
+        return ""
+
+
+Worker = WorkerProcess | InlineWorker
+
+
+def receive_from_all(
+    workers: Sequence[Worker], timeout_seconds: float
+) -> list[tuple[Worker, FromWorker]]:
+    """Return each worker with its next answer, in the order of ranks.
+
+    When one says that it failed, the others may wait for it for ever; then the answers that are
+    there are returned.
+
+    Raises:
+        WorkerError: a worker died, which is told before any failure that it caused in others, or
+            some were silent for too long.
+    """
+    if len(workers) == 1:
+        return [(workers[0], workers[0].receive(timeout_seconds))]
+    replies: dict[int, FromWorker] = {}
+    has_failed = False
+    deadline = time.monotonic() + timeout_seconds
+    while len(replies) < len(workers):
+        waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in replies}
+        ready = _wait_for_any(waiting, deadline - time.monotonic())
+        if not ready and not has_failed:
+            raise _silence(waiting, timeout_seconds)
+        if not ready:
+            break
+        for rank in ready:
+            replies[rank] = reply = waiting[rank].receive(timeout_seconds)
+            if isinstance(reply, StepFailed | StartFailed) and not has_failed:
+                has_failed = True
+                deadline = time.monotonic() + _AFTERMATH_SECONDS
+    return [(workers[rank], replies[rank]) for rank in sorted(replies)]
+
+
+def _wait_for_any(workers: dict[int, Worker], timeout_seconds: float) -> list[int]:
+    """Return the ranks whose answer, or end, is there."""
+    channels = {
+        worker.channel: rank
+        for rank, worker in workers.items()
+        if isinstance(worker, WorkerProcess)
+    }
+    return [channels[channel] for channel in Channel.wait_for_any([*channels], timeout_seconds)]
+
+
+def _silence(workers: dict[int, Worker], timeout_seconds: float) -> WorkerError:
+    ranks = ", ".join(f"{rank} (pid {worker.pid})" for rank, worker in workers.items())
+    hints = "".join(worker.log_hint() for worker in workers.values())
+    return WorkerError(
+        f"worker ranks {ranks} were silent for {timeout_seconds:.0f} s{hints}",
+        failure=WorkerFailure.TIMEOUT,
+    )

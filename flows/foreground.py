@@ -1,0 +1,155 @@
+"""Runs a job for somebody who waits for it: signals, progress, the result and the exit code."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from engine import ConfigError, ExitCode, TokenmillError
+from flows.config import JobConfig
+from flows.console import print_facts, rounded, set_up_logging, show_progress, talk
+from flows.database import without_password
+from flows.experiments import list_experiments
+from flows.ledger import Ledger
+from flows.prefect_server import ensure_prefect_server
+from flows.preparation import (
+    check_model_and_sources,
+    job_dir_of,
+    ledger_option,
+    output_path_of,
+    resolve,
+    resume_command,
+)
+
+# What Prefect is told unless the user says otherwise: our log lines go under the right task run,
+# and nothing goes to its makers.
+_PREFECT_DEFAULTS = {
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "engine,flows",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+}
+# How Prefect begins to say that the server of its settings does not answer.
+_NO_PREFECT = "Failed to reach API"
+
+
+def run_in_foreground(config: JobConfig) -> ExitCode:
+    """Check what is quick to check, run the flow, and print the result.
+
+    Raises:
+        TokenmillError: what stopped the job.
+    """
+    config = resolve(config)
+    try:
+        with _signals_interrupt(resume_command(config)):
+            return _run(config)
+    except KeyboardInterrupt:
+        talk.print(_describe_interruption(config), markup=False, highlight=False)
+        return ExitCode.INTERRUPTED
+
+
+def _run(config: JobConfig) -> ExitCode:
+    check_model_and_sources(config)
+    url = config.resolved_ledger_url
+    Ledger.open(url).close()  # a ledger that cannot be had is not worth Prefect's start
+    set_up_logging(config.engine.log_level)
+    for name, value in _PREFECT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    talk.print(f"job {config.job_id}  ledger {without_password(url)}", highlight=False)
+    state = _run_flow(config)
+    outcome = state.result(raise_on_failure=False)
+    if isinstance(outcome, TokenmillError):
+        raise outcome
+    if not hasattr(outcome, "exit_code"):
+        talk.print(f"the flow ended as {state.name}: {state.message}", markup=False)
+        return ExitCode.INFRASTRUCTURE
+    _show_result(config)
+    talk.print(outcome.message, markup=False, highlight=False)
+    return ExitCode(outcome.exit_code)
+
+
+def _run_flow(config: JobConfig) -> Any:
+    ensure_prefect_server(job_dir_of(config) / "logs" / "prefect-server.log")
+    from flows.batch_inference import batch_inference
+
+    assert config.job_id is not None
+    try:
+        with show_progress(config.resolved_ledger_url, config.job_id):
+            return batch_inference(config, return_state=True)
+    except RuntimeError as error:
+        if _NO_PREFECT not in str(error):
+            raise
+        raise ConfigError(
+            f"Prefect: {error}; start its server there, or unset PREFECT_API_URL to run without one"
+        ) from error
+
+
+@contextmanager
+def _signals_interrupt(hint: str) -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, and the second Ctrl-C end the process at once.
+
+    That is safe: what is committed stays, and the leases of a process that is gone are free.
+    """
+    is_stopping = False
+
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        nonlocal is_stopping
+        if is_stopping and number == signal.SIGINT:
+            talk.show_cursor()
+            talk.print(f"\nstopped at once; to go on: {hint}", markup=False, highlight=False)
+            os._exit(ExitCode.INTERRUPTED)
+        is_stopping = True
+        talk.print("stopping after the step in flight; Ctrl-C again stops at once")
+        raise KeyboardInterrupt
+
+    old = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _describe_interruption(config: JobConfig) -> str:
+    assert config.job_id is not None
+    with Ledger.open(config.resolved_ledger_url) as ledger:
+        job = ledger.find_job(config.job_id)
+    if job is None:
+        return "interrupted before the job was in the ledger; nothing is lost, run it again"
+    num_done = job.num_rows - job.num_pending
+    return (
+        f"interrupted: {num_done} of {job.num_rows} rows done; to go on: {resume_command(config)}"
+    )
+
+
+def _show_result(config: JobConfig) -> None:
+    assert config.job_id is not None
+    with Ledger.open(config.resolved_ledger_url) as ledger:
+        job = ledger.get_job(config.job_id)
+        runs = list_experiments(ledger, job_id=config.job_id)
+    latest = runs[0] if runs else None
+    option = ledger_option(config)
+    commands = [
+        f"tokenmill status {job.job_id}{option}",
+        f"tokenmill export {job.job_id} --output answers.jsonl{option}",
+        f"tokenmill experiments list{option}",
+    ]
+    if job.num_pending:
+        commands[0] = resume_command(config)
+    print_facts(
+        f"Job {job.job_id}",
+        (
+            ("state", job.state.value),
+            ("rows ok / failed / pending", f"{job.num_ok} / {job.num_error} / {job.num_pending}"),
+            ("prompt / output tokens", f"{job.num_prompt_tokens} / {job.num_output_tokens}"),
+            ("output tokens per second", latest and rounded(latest.output_tokens_per_second)),
+            ("total tokens per second", latest and rounded(latest.total_tokens_per_second)),
+            ("wall / busy seconds", latest and f"{latest.wall_seconds:.1f} / {latest.busy_seconds:.1f}"),
+            ("output", output_path_of(config) if not job.num_pending else "not yet complete"),
+            ("ledger", without_password(config.resolved_ledger_url)),
+            ("try next", "\n".join(commands)),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The CPU's attention kernels against the plain reference, over every kind of step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends import load_backend
+from engine.backends.base import (
+    AttentionMetadata,
+    AttentionOptions,
+    DeviceBackend,
+    causal_mask,
+    reference_attention,
+)
+from engine.errors import ConfigError, WorkerFailure
+
+# (tokens in this step, tokens in all) of each request.
+DECODE = [(1, 1), (1, 17), (1, 100), (1, 33)]
+PREFILL = [(20, 20), (2, 2), (33, 33)]
+CHUNKS = [(5, 30), (16, 48), (7, 100), (2, 18)]
+STEPS = {
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "chunks": CHUNKS,
+    "mixed": [DECODE[1], CHUNKS[0], DECODE[2], PREFILL[0], CHUNKS[1], DECODE[0]],
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[DeviceBackend]:
+    threads = torch.get_num_threads()
+    backend = load_backend("cpu")
+    backend.bind(0, 2)
+    yield backend
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    query: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
+    metadata: AttentionMetadata
+    options: AttentionOptions
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    heads: tuple[int, int] = (6, 2),
+    widths: tuple[int, int] = (32, 32),
+    has_sinks: bool = False,
+    **options: Any,
+) -> Case:
+    """Return random queries over a pool whose blocks are strewn and full of other values."""
+    generator = torch.Generator().manual_seed(0)
+    num_heads, num_kv_heads = heads
+    counts = [-(-seq_len // block_size) for _, seq_len in lens]
+    num_blocks = sum(counts) + 3
+    strewn = torch.randperm(num_blocks, generator=generator).tolist()
+    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([strewn.pop() for _ in range(count)])
+    caches = tuple(
+        torch.randn(num_blocks, block_size, num_kv_heads, width, generator=generator).to(dtype)
+        for width in widths
+    )
+    query = torch.randn(sum(n for n, _ in lens), num_heads, widths[0], generator=generator)
+    return Case(
+        query=query.to(dtype),
+        caches=(caches[0], caches[1]),
+        metadata=AttentionMetadata(
+            query_lens=[n for n, _ in lens],
+            seq_lens=[seq_len for _, seq_len in lens],
+            slot_mapping=torch.zeros(0, dtype=torch.int64),
+            block_tables=tables,
+            seq_lens_tensor=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32),
+        ),
+        options=AttentionOptions(
+            scale=widths[0] ** -0.5,
+            sinks=torch.randn(num_heads, generator=generator) if has_sinks else None,
+            **options,
+        ),
+    )
+
+
+def assert_equals_reference(backend: DeviceBackend, case: Case) -> None:
+    arguments = (case.query, case.caches, case.metadata, case.options)
+    found, wanted = backend.attention(*arguments), reference_attention(*arguments)
+    assert found.dtype == case.query.dtype
+    assert found.shape == wanted.shape
+    tolerance = TOLERANCE[case.query.dtype]
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 8},
+        {"sliding_window": 1000},
+        {"softcap": 2.0},
+        {"has_sinks": True},
+        {"sliding_window": 5, "softcap": 3.0, "has_sinks": True},
+    ],
+    ids=str,
+)
+def test_every_kind_of_step_equals_the_reference(
+    backend: DeviceBackend, step: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    assert_equals_reference(backend, make_case(STEPS[step], dtype, **options))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_every_block_size_equals_the_reference(backend: DeviceBackend, block_size: int) -> None:
+    case = make_case(STEPS["mixed"], torch.float32, block_size=block_size, sliding_window=20)
+    assert_equals_reference(backend, case)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (9, 3)], ids=str)
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (80, 80)], ids=str)
+def test_every_layout_of_heads_equals_the_reference(
+    backend: DeviceBackend, heads: tuple[int, int], widths: tuple[int, int]
+) -> None:
+    case = make_case(STEPS["mixed"], torch.bfloat16, heads=heads, widths=widths)
+    assert_equals_reference(backend, case)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_large_scores_overflow_nothing(backend: DeviceBackend, dtype: torch.dtype) -> None:
+    case = make_case(STEPS["mixed"], dtype)
+    case.query.mul_(100)
+    assert backend.attention(case.query, case.caches, case.metadata, case.options).isfinite().all()
+    assert_equals_reference(backend, case)
+
+
+def test_a_request_reads_no_block_but_its_own(backend: DeviceBackend) -> None:
+    case = make_case(STEPS["mixed"], torch.float32)
+    arguments = (case.query, case.caches, case.metadata, case.options)
+    before = backend.attention(*arguments)
+    size = case.caches[0].shape[1]
+    used = {
+        int(slot)
+        for table, seq_len in zip(case.metadata.block_tables, case.metadata.seq_lens, strict=True)
+        for position in range(seq_len)
+        for slot in [table[position // size] * size + position % size]
+    }
+    for cache in case.caches:
+        flat = cache.view(-1, *cache.shape[2:])
+        flat[[slot for slot in range(len(flat)) if slot not in used]] = float("nan")
+    assert torch.equal(backend.attention(*arguments), before)
+
+
+def test_the_reference_itself_equals_attention_written_out() -> None:
+    case = make_case([(3, 5)], torch.float32, heads=(2, 1), sliding_window=2, has_sinks=True)
+    table = case.metadata.block_tables[0].long()
+    keys, values = (cache[table].flatten(0, 1)[:5, 0].double() for cache in case.caches)
+    wanted = torch.zeros(3, 2, 32, dtype=torch.float64)
+    assert case.options.sinks is not None
+    for i, head in ((i, head) for i in range(3) for head in range(2)):
+        position = 2 + i
+        seen = [j for j in range(5) if position - 2 < j <= position]
+        scores = keys[seen] @ case.query[i, head].double() * case.options.scale
+        weights = scores.exp() / (scores.exp().sum() + case.options.sinks[head].double().exp())
+        wanted[i, head] = weights @ values[seen]
+    found = reference_attention(case.query, case.caches, case.metadata, case.options)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_mask_lets_a_row_see_itself_and_what_came_before() -> None:
+    mask = causal_mask(2, 4, None, torch.device("cpu"))
+    assert mask.tolist() == [[True, True, True, False], [True, True, True, True]]
+    windowed = causal_mask(2, 4, 2, torch.device("cpu"))
+    assert windowed.tolist() == [[False, True, True, False], [False, False, True, True]]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_keys_and_values_are_written_to_their_slots(
+    backend: DeviceBackend, dtype: torch.dtype
+) -> None:
+    cache = backend.allocate_kv((3, 4, 2, 8), dtype)
+    states = torch.randn(3, 2, 8).to(dtype)
+    backend.write_kv(states, cache, torch.tensor([11, 0, 5]))
+    assert torch.equal(cache[2, 3], states[0])
+    assert torch.equal(cache[0, 0], states[1])
+    assert torch.equal(cache[1, 1], states[2])
+    assert cache.count_nonzero() == states.count_nonzero()
+
+
+def test_an_allocation_that_fails_is_told_from_other_faults(backend: DeviceBackend) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert backend.classify_error(caught.value) is WorkerFailure.OUT_OF_MEMORY
+    assert backend.classify_error(IndexError("index 5")) is WorkerFailure.OTHER
+
+
+def test_a_device_without_a_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match="engine.device is 'tpu'"):
+        load_backend("tpu")

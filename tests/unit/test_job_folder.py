@@ -1,0 +1,51 @@
+"""A job has a folder of its own, from whichever folder it is resumed and wherever its logs go."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.config import JobConfig, validate_job_config
+from flows.preparation import job_dir_of, output_path_of, resolve
+
+
+def job(**fields: object) -> JobConfig:
+    data = {
+        "name": "answers",
+        "sources": [{"path": "rows.jsonl"}],
+        "engine": {"model_path": "none", "device": "mock"},
+    }
+    return validate_job_config(data | fields, origin="test")
+
+
+@pytest.fixture(autouse=True)
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_job_lives_below_runs_under_its_id(tmp_path: Path):
+    config = resolve(job(job_id="a"))
+    assert job_dir_of(config) == tmp_path / "runs" / "a"
+    assert output_path_of(config) == tmp_path / "runs" / "a" / "output.jsonl"
+    assert config.engine.log_dir == tmp_path / "runs" / "a" / "logs"
+
+
+def test_two_jobs_that_share_a_log_folder_share_nothing_else():
+    engine = {"model_path": "none", "device": "mock", "log_dir": "logs/workers"}
+    first, second = (resolve(job(job_id=job_id, engine=engine)) for job_id in ("a", "b"))
+    assert first.engine.log_dir == second.engine.log_dir == Path("logs/workers").absolute()
+    assert job_dir_of(first) != job_dir_of(second)
+    assert output_path_of(first) != output_path_of(second)
+
+
+def test_folder_of_a_job_can_be_chosen(tmp_path: Path):
+    config = resolve(job(job_dir="elsewhere"))
+    assert job_dir_of(config) == tmp_path / "elsewhere"
+    assert config.engine.log_dir == tmp_path / "elsewhere" / "logs"
+
+
+def test_resolved_job_stays_what_it_is_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = resolve(job(job_id="a"))
+    monkeypatch.chdir("/")
+    assert resolve(config) == config

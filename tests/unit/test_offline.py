@@ -1,0 +1,221 @@
+"""The engine's front door on the mock device: streams, stop, threads, chains, lack of memory."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine import (
+    Completion,
+    EngineConfig,
+    FinishReason,
+    GenerateRequest,
+    OfflineInference,
+    RequestErrorCode,
+    SamplingParams,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def mock_config(**sections: Any) -> EngineConfig:
+    runtime = {"inline": True, **sections.pop("runtime", {})}
+    values = {"model_path": "mock", "device": "mock", "runtime": runtime, **sections}
+    return EngineConfig.model_validate(values)
+
+
+def prompts(count: int) -> list[str]:
+    return [f"prompt {number}" for number in range(count)]
+
+
+def texts(completions: list[Completion]) -> list[str]:
+    assert [completion.error for completion in completions] == [None] * len(completions)
+    return [completion.text for completion in completions]
+
+
+def request(request_id: str, **fields: Any) -> GenerateRequest:
+    fields = {"prompt": request_id, "sampling_params": GREEDY, **fields}
+    if "build_messages" in fields or "messages" in fields:
+        fields["prompt"] = None
+    return GenerateRequest(request_id=request_id, **fields)
+
+
+def endless() -> Iterator[GenerateRequest]:
+    number = 0
+    while True:
+        yield request(f"row {number}")
+        number += 1
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with OfflineInference(mock_config()) as llm:
+        return texts(llm.generate(prompts(300), GREEDY))
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"batching": "static", "max_batch_size": 10},
+        {"batching": "dynamic", "max_wait_ms": 1},
+        {"order": "longest_first"},
+        {"order": "shortest_first", "max_waiting_requests": 7},
+        {"order": "prefix", "max_num_seqs": 5},
+        {"num_steps_in_flight": 2},
+        {"max_num_batched_tokens": 64, "max_prefill_fraction": 0.1},
+        {"long_request_tokens": 9, "max_long_requests": 2},
+    ],
+    ids=str,
+)
+def test_texts_do_not_depend_on_the_policy(scheduler: dict[str, Any], expected: list[str]) -> None:
+    with OfflineInference(mock_config(scheduler=scheduler)) as llm:
+        assert texts(llm.generate(prompts(300), GREEDY)) == expected
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_step_without_memory_is_rolled_back_and_smaller_steps_go_on(
+    steps: int, expected: list[str]
+) -> None:
+    config = mock_config(
+        runtime={"mock_max_step_tokens": 100}, scheduler={"num_steps_in_flight": steps}
+    )
+    with OfflineInference(config) as llm:
+        assert texts(llm.generate(prompts(300), GREEDY)) == expected
+        assert llm.take_stats().num_failed_steps > 0
+
+
+def test_stop_ends_an_endless_run_and_the_engine_stays_usable(expected: list[str]) -> None:
+    stop = threading.Event()
+    with OfflineInference(mock_config()) as llm:
+        seen = []
+        for completion in llm.run(endless(), stop=stop):
+            seen.append(completion.request_id)
+            if len(seen) == 50:
+                stop.set()
+        assert len(seen) == len(set(seen)) >= 50
+        assert texts(llm.generate(prompts(300), GREEDY)) == expected
+
+
+def test_closing_the_generator_early_leaves_nothing_behind(expected: list[str]) -> None:
+    with OfflineInference(mock_config()) as llm:
+        run = llm.run(endless())
+        for _ in range(10):
+            next(run)
+        run.close()  # type: ignore[attr-defined]
+        assert texts(llm.generate(prompts(300), GREEDY)) == expected
+
+
+def test_error_of_the_callers_iterable_comes_out_and_the_engine_stays_usable(
+    expected: list[str],
+) -> None:
+    def broken() -> Iterator[GenerateRequest]:
+        yield request("good")
+        raise LookupError("the caller's own trouble")
+
+    with OfflineInference(mock_config()) as llm:
+        with pytest.raises(LookupError, match="own trouble"):
+            list(llm.run(broken()))
+        assert texts(llm.generate(prompts(300), GREEDY)) == expected
+
+
+def test_two_threads_get_their_own_completions(expected: list[str]) -> None:
+    results: dict[int, list[str]] = {}
+    with OfflineInference(mock_config()) as llm:
+
+        def work(part: int) -> None:
+            results[part] = texts(llm.generate(prompts(300)[part::2], GREEDY))
+
+        threads = [threading.Thread(target=work, args=(part,)) for part in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {0: expected[0::2], 1: expected[1::2]}
+
+
+def test_streaming_producer_is_answered_while_it_still_produces() -> None:
+    answered = threading.Event()
+
+    def producer() -> Iterator[GenerateRequest]:
+        yield request("first")
+        assert answered.wait(30), "the first request was not answered"
+        yield request("second")
+
+    config = mock_config(scheduler={"batching": "dynamic", "max_wait_ms": 5})
+    with OfflineInference(config) as llm:
+        seen = []
+        for completion in llm.run(producer()):
+            seen.append(completion.request_id)
+            answered.set()
+    assert seen == ["first", "second"]
+
+
+def test_dependant_uses_the_text_it_waited_for() -> None:
+    def ask(texts_by_id: dict[str, str]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"repeat {texts_by_id['first']}"}]
+
+    with OfflineInference(mock_config()) as llm:
+        second, first = llm.generate(
+            [request("second", depends_on=("first",), build_messages=ask), request("first")]
+        )
+        (alone,) = llm.generate([request("second", messages=ask({"first": first.text}))])
+    assert second.text == alone.text
+
+
+def test_dependants_of_a_failure_of_a_circle_and_of_nobody_get_an_error() -> None:
+    with OfflineInference(mock_config()) as llm:
+        done = llm.generate(
+            [
+                request("empty", prompt=""),
+                request("of empty", depends_on=("empty",)),
+                request("a", depends_on=("b",)),
+                request("b", depends_on=("a",)),
+                request("lost", depends_on=("nobody",)),
+                request("good"),
+            ]
+        )
+    errors = {c.request_id: c.error for c in done}
+    assert errors["good"] is None
+    for name in ("of empty", "a", "b", "lost"):
+        error = errors[name]
+        assert error is not None
+        assert error.code is RequestErrorCode.DEPENDENCY_FAILED
+    assert "'a' -> 'b' -> 'a'" in str(errors["a"])
+    assert "'nobody'" in str(errors["lost"])
+
+
+def test_build_messages_that_raises_fails_its_own_row() -> None:
+    def broken(_texts: dict[str, str]) -> list[dict[str, str]]:
+        raise LookupError("no such column")
+
+    with OfflineInference(mock_config()) as llm:
+        bad, good = llm.generate(
+            [request("bad", depends_on=("good",), build_messages=broken), request("good")]
+        )
+    assert "no such column" in str(bad.error)
+    assert good.error is None
+
+
+def test_conversation_comes_out_as_one_completion_with_every_reply() -> None:
+    first = [{"role": "user", "content": "one"}]
+    with OfflineInference(mock_config()) as llm:
+        (done,) = llm.generate([request("chat", messages=first, turns=("two", "three"))])
+        asked = list(first)
+        expected = []
+        for question in ("two", "three", None):
+            (step,) = llm.generate([request("chat", messages=list(asked))])
+            expected.append(step.text)
+            asked += [
+                {"role": "assistant", "content": step.text},
+                {"role": "user", "content": question},
+            ]
+    assert [*(reply.text for reply in done.replies), done.text] == expected
+    assert done.num_output_tokens > len(done.token_ids)
+
+
+def test_row_that_is_late_times_out_alone() -> None:
+    with OfflineInference(mock_config(runtime={"mock_step_seconds": 0.002})) as llm:
+        late, good = llm.generate([request("late", timeout_seconds=1e-6), request("good")])
+    assert late.finish_reason is FinishReason.TIMEOUT
+    assert good.error is None
