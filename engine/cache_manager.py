@@ -40,6 +40,11 @@ class CacheManager:
             num_cached_blocks=self._pool.num_cached,
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the whole pool has room for."""
+        return self._pool.num_blocks * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
@@ -52,7 +57,8 @@ class CacheManager:
         """Give a waiting request its cached prefix and blocks up to `num_tokens` tokens.
 
         On success the request's num_computed_tokens is the length of the cached prefix. At least
-        one token is always left to compute, since its logits are needed.
+        one token is always left to compute, since its logits are needed; and all of a prompt that
+        is to be scored.
         """
         assert not request.block_ids
         cached = self._find_prefix(request)
@@ -102,7 +108,7 @@ class CacheManager:
         assert len(held) + self._pool.num_free == self._pool.num_blocks
 
     def _find_prefix(self, request: InferRequest) -> list[int]:
-        if not self._is_prefix_caching:
+        if not self._is_prefix_caching or request.is_to_be_scored:
             return []
         last = (request.num_known_tokens - 1) // self.block_size
         self._extend_hashes(request, last)

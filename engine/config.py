@@ -71,6 +71,10 @@ class SchedulerConfig(Section):
         default=1, description="2 schedules the next step while the device runs this one."
     )
 
+    def is_long(self, num_prompt_tokens: int) -> bool:
+        """Tell whether a prompt belongs to the lane of the very long ones."""
+        return self.long_request_tokens is not None and num_prompt_tokens > self.long_request_tokens
+
     @model_validator(mode="after")
     def _room_for_every_running_request(self) -> "SchedulerConfig":
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -175,6 +179,11 @@ class EngineConfig(Section):
     pipeline_parallel_size: int = Field(
         default=1, ge=1, description="Only 1: layers are not split over devices."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Make every answer the same to the last bit, whatever the batch, the order, "
+        "the chunks, preemption and the prefix cache; on the cpu only, and somewhat slower.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
@@ -208,6 +217,21 @@ class EngineConfig(Section):
                 "tensor_parallel_size"
             )
         return size
+
+    @model_validator(mode="after")
+    def _rows_can_be_exact(self) -> "EngineConfig":
+        if self.deterministic and self.device not in ("auto", "cpu", "mock"):
+            raise ValueError(
+                f"deterministic is true, but on device {self.device} the last bits of a row depend "
+                "on the rows beside it; set device to cpu, or deterministic to false"
+            )
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"deterministic is true, but the sums of tensor_parallel_size "
+                f"{self.tensor_parallel_size} are rounded otherwise than those of one worker; set "
+                "tensor_parallel_size to 1, or deterministic to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _devices_fit_the_ranks(self) -> "EngineConfig":

@@ -72,12 +72,17 @@ class ExecutionEngine:
         A step that failed on any rank has failed; its message ends with the worker's log.
 
         Raises:
-            WorkerError: a worker died, or was silent for watchdog_seconds.
+            WorkerError: a worker died, was silent for watchdog_seconds, or failed a step that
+                others share.
         """
         answers = receive_from_all(self._workers, self._config.runtime.watchdog_seconds)
         for worker, reply in answers:
             if isinstance(reply, StepFailed):
                 where = f"worker (pid {worker.pid}): {reply.message}{worker.log_hint()}"
+                if len(self._workers) > 1:
+                    # The other ranks wait for an exchange that will never come.
+                    failure = WorkerFailure(reply.kind)
+                    raise WorkerError(f"a step failed in {where}", failure=failure)
                 return structs.replace(reply, message=where)
         first = answers[0][1]
         assert isinstance(first, StepDone), f"a worker answered a step with {first}"

@@ -25,6 +25,7 @@ class EncodedRequest:
     request: GenerateRequest
     token_ids: list[int] = field(default_factory=list)
     error: RequestError | None = None
+    is_truncated: bool = False
 
 
 class Intake:

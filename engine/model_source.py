@@ -51,6 +51,7 @@ class ModelSource:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
+    is_deterministic: bool = False
     is_mock: bool = False
 
     @classmethod
@@ -85,6 +86,7 @@ class ModelSource:
             generation_defaults=_generation_defaults(generation),
             num_attention_heads=num_heads,
             num_key_value_heads=_first_int(text, "num_key_value_heads") or num_heads,
+            is_deterministic=config.deterministic,
         )
 
     @classmethod
@@ -115,6 +117,8 @@ class ModelSource:
             "dtype": self.dtype,
             "eos_token_ids": ",".join(str(token) for token in self.eos_token_ids),
         }
+        if self.is_deterministic:
+            facts["deterministic"] = "true"  # it rounds otherwise
         facts["model"] = "mock" if self.is_mock else _hash_folder(self.path)
         return facts
 

@@ -1,12 +1,12 @@
-"""OfflineInference: the front door of the engine, and the owner of its only loop.
+"""OfflineInference: the front door of the engine.
 
-schedule -> execute -> update, until every request has ended.
+Each call of `run` is a session; whoever waits for a completion drives the one loop (loop.py),
+for all sessions.
 """
 
 import logging
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -14,21 +14,14 @@ from typing import Any, Self
 
 from engine.cache_manager import CacheManager
 from engine.config import EngineConfig
-from engine.errors import (
-    ConfigError,
-    RequestError,
-    RequestErrorCode,
-    WorkerError,
-    WorkerFailure,
-)
+from engine.errors import ConfigError, RequestError, WorkerError
 from engine.execution import ExecutionEngine
 from engine.intake import EncodedRequest, Intake
-from engine.messages import StepDone, StepFailed
-from engine.metrics import Bucket, BucketClock, RunStats, StatsCollector
+from engine.loop import EngineLoop
+from engine.metrics import Bucket, BucketClock, RunStats
 from engine.model_source import ModelSource
-from engine.outbox import Outbox
 from engine.output_processor import OutputProcessor
-from engine.request import Completion, FinishReason, GenerateRequest
+from engine.request import Completion, GenerateRequest
 from engine.request_factory import RequestFactory
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -38,8 +31,6 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = GenerateRequest | str | Sequence[int] | Sequence[dict[str, Any]]
-# How long an idle loop sleeps before it looks at `stop` again; arrivals wake it at once.
-_STOP_POLL_SECONDS = 0.1
 
 
 class OfflineInference:
@@ -56,10 +47,10 @@ class OfflineInference:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._execution: ExecutionEngine | None = None
+        self._loop: EngineLoop | None = None
+        self._failure: WorkerError | None = None
         self._clock = BucketClock()
         self._drive_lock = threading.Lock()
-        self._signal = threading.Event()
         self._sessions: list[Session] = []
 
     def __enter__(self) -> Self:
@@ -81,20 +72,19 @@ class OfflineInference:
             ConfigError: something that only the user can mend, found before weights are loaded.
             WorkerError: the machine could not start a worker.
         """
-        if self._execution is not None:
+        if self._loop is not None:
             raise ConfigError("this OfflineInference is open already; use one `with` block")
         self._clock.enter(Bucket.LOAD)
         self.source = ModelSource.inspect(self.config)
         self.tokenizer = Tokenizer.load(self.config, self.source)
+        self._factory = RequestFactory(self.source, self.tokenizer)
         execution = ExecutionEngine(self.config)
         num_blocks = execution.start()
-        self._execution = execution
-        self._cache = CacheManager(self.config.cache, num_blocks)
-        self._scheduler = Scheduler(self.config.scheduler, self._cache)
-        self._factory = RequestFactory(self.source)
-        self._processor = OutputProcessor(self.tokenizer)
-        self._outbox = Outbox(self._processor, self._signal.set)
-        self._stats = StatsCollector()
+        cache = CacheManager(self.config.cache, num_blocks)
+        scheduler = Scheduler(self.config.scheduler, cache)
+        processor = OutputProcessor(self.tokenizer)
+        self._loop = EngineLoop(execution, scheduler, self._factory, processor, self._clock)
+        self._failure = None
         self._clock.enter(Bucket.IDLE)
         logger.info(
             "engine ready device=%s dtype=%s num_blocks=%d load_seconds=%.1f warmup_seconds=%.1f",
@@ -107,25 +97,24 @@ class OfflineInference:
 
     def close(self) -> None:
         """Stop the workers in order; the object can be entered again."""
-        if self._execution is not None:
-            execution, self._execution = self._execution, None
-            self._outbox.close()
-            execution.stop()
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            loop.close()
 
     @property
     def device(self) -> str:
         """What the workers really bound."""
-        return self._open_execution().device
+        return self._open_loop().execution.device
 
     @property
     def dtype(self) -> str:
         """The dtype that the model runs in."""
-        return self._open_execution().dtype
+        return self._open_loop().execution.dtype
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers."""
-        return self._open_execution().worker_pids
+        return self._open_loop().execution.worker_pids
 
     def generate(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | None = None
@@ -137,7 +126,7 @@ class OfflineInference:
         that cannot be answered has a completion with `error` set. With n samples, a prompt has n
         completions, one after the other.
         """
-        self._open_execution()
+        self._open_loop()
         params = (
             sampling_params
             if sampling_params is not None
@@ -153,7 +142,7 @@ class OfflineInference:
 
     def run(
         self, requests: Iterable[GenerateRequest], *, stop: threading.Event | None = None
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Answer a stream of requests, yielding each completion as it finishes.
 
         Requests are read ahead, in a thread of their own and only so far, so the iterable may be
@@ -164,7 +153,7 @@ class OfflineInference:
         Raises:
             WorkerError: a worker died, hangs, or failed a step; the engine cannot go on.
         """
-        self._open_execution()
+        self._open_loop()
         session = self._open_session(iter(requests))
         try:
             yield from self._serve(session, stop or threading.Event())
@@ -178,7 +167,7 @@ class OfflineInference:
 
     def take_stats(self) -> RunStats:
         """Return what happened since the last call."""
-        return self._stats.take(self._clock.take())
+        return self._open_loop().stats.take(self._clock.take())
 
     # Sessions.
 
@@ -187,7 +176,7 @@ class OfflineInference:
             source,
             self._encode,
             depth=self.config.scheduler.max_waiting_requests,
-            on_arrival=self._signal.set,
+            on_arrival=self._open_loop().signal.set,
         )
         session = Session(intake, self._encode)
         with self._drive_lock:
@@ -205,200 +194,69 @@ class OfflineInference:
                 continue
             if session.is_finished():
                 return
-            with self._driving():
+            with self._driving() as loop:
                 # Cleared before the last look, so that what comes after it wakes the loop.
-                self._signal.clear()
+                loop.signal.clear()
                 if session.has_mail or session.is_finished():
                     continue
                 if stop.is_set() and not session.is_abandoned:
-                    self._stop_session(session)
+                    session.intake.close()
+                    loop.drop(session)
                 else:
-                    self._iterate()
+                    loop.iterate(self._sessions)
 
     @contextmanager
-    def _driving(self) -> Iterator[None]:
+    def _driving(self) -> Iterator[EngineLoop]:
         """Hold the loop; when a worker fails, nobody can go on with this engine."""
         with self._drive_lock:
+            loop = self._open_loop()
             try:
-                yield
+                yield loop
             except WorkerError as error:
-                error.request_ids = self._scheduler.running_request_ids()
-                self._abandon()
+                error.request_ids = loop.running_request_ids()
+                self._abandon(error)
                 raise
             except (Exception, GeneratorExit):
                 raise
             except BaseException:
-                self._abandon()  # a Ctrl-C may have come in the middle of a message
+                self._abandon(None)  # a Ctrl-C may have come in the middle of a message
                 raise
 
     def _close_session(self, session: Session) -> None:
         """Drop what a session still has inside the engine; the engine stays usable."""
         session.intake.close()
-        with self._driving():
+        with self._drive_lock:
             self._sessions.remove(session)
-            if self._execution is not None:
-                self._stop_session(session)
-
-    def _stop_session(self, session: Session) -> None:
-        """Finish the steps in flight, and give up what a session has beside."""
-        session.intake.close()
-        execution = self._open_execution()
-        while self._scheduler.num_in_flight:
-            self._book(execution.collect())
-        uids = self._outbox.requests_of(session)
-        error = RequestError(RequestErrorCode.ABORTED, "the run was stopped")
-        for request in self._scheduler.living_requests():
-            if request.uid in uids:
-                self._scheduler.fail(request, error, FinishReason.ABORT)
-        for request in self._scheduler.take_failed():
-            if request.uid in uids:
-                self._outbox.drop(request)
-            else:
-                self._outbox.put(request)
-        session.abandon()
-
-    # The loop.
-
-    def _iterate(self) -> None:
-        """Do one round: take in requests, hand out steps, book the oldest that is back."""
-        execution = self._open_execution()
-        self._clock.enter(Bucket.SCHEDULE)
-        self._refill()
-        self._hand_out(execution)
-        for request in self._scheduler.take_failed():
-            self._outbox.put(request)
-        if self._scheduler.num_in_flight:
-            self._clock.enter(Bucket.WAIT_FOR_DEVICE)
-            reply = execution.collect()
-            self._clock.enter(Bucket.PROCESS_OUTPUT)
-            self._book(reply)
-        else:
-            self._clock.enter(Bucket.IDLE)
-            self._outbox.check()
-            self._signal.wait(self._sleep_seconds())
-
-    def _sleep_seconds(self) -> float:
-        wake_at = self._scheduler.wake_at()
-        if wake_at is None:
-            return _STOP_POLL_SECONDS
-        return min(max(wake_at - time.monotonic(), 0.0), _STOP_POLL_SECONDS)
-
-    def _refill(self) -> None:
-        """Keep a bounded number of requests waiting, shared out among the sessions."""
-        limit = self.config.scheduler.max_waiting_requests
-        for session in self._sessions:
-            while self._scheduler.num_waiting < limit:
-                turn = session.take()
-                if turn is None:
-                    break
-                requests = self._factory.make(turn)
-                session.add_open(len(requests) - 1)
-                self._stats.num_prompt_tokens += len(turn.token_ids)
-                for request in requests:
-                    self._outbox.register(request, session, turn)
-                    if turn.error is not None:
-                        self._scheduler.fail(request, turn.error, FinishReason.ERROR)
-                    else:
-                        leader = requests[0] if request is not requests[0] else None
-                        self._scheduler.add(request, after=leader)
-        is_closed = all(session.intake.is_exhausted for session in self._sessions)
-        self._scheduler.set_intake_closed(is_closed)
+        if self._loop is not None:
+            with self._driving() as loop:
+                loop.drop(session)
 
     def _encode(self, request: GenerateRequest) -> EncodedRequest:
         """Tokenise a request; called from intakes and the outbox, in their threads."""
         try:
-            token_ids = self.tokenizer.encode_request(request)
-            self._factory.check_length(len(token_ids), request.sampling_params.max_tokens)
+            prompt = self.tokenizer.encode(request)
+            self._factory.check_length(len(prompt.token_ids), request.sampling_params.max_tokens)
         except RequestError as error:
             return EncodedRequest(request=request, token_ids=[], error=error)
-        return EncodedRequest(request=request, token_ids=token_ids)
-
-    def _hand_out(self, execution: ExecutionEngine) -> None:
-        """Schedule and submit as many steps as may be in flight."""
-        scheduler = self._scheduler
-        while scheduler.can_schedule:
-            started = time.perf_counter()
-            step = scheduler.schedule()
-            if step is None:
-                return
-            self._stats.step_scheduled(
-                step_id=step.batch.step_id,
-                num_prefill_tokens=step.num_prefill_tokens,
-                num_decode_tokens=step.num_decode_tokens,
-                num_preempted=step.num_preempted,
-                num_waiting=scheduler.num_waiting,
-                num_running=scheduler.num_running,
-                num_free_blocks=scheduler.num_free_blocks,
-                schedule_seconds=time.perf_counter() - started,
-            )
-            execution.submit(step.batch)
-
-    def _book(self, reply: StepDone | StepFailed) -> None:
-        """Take in a step that is back, and hand over the requests that ended with it."""
-        if isinstance(reply, StepFailed):
-            self._recover(reply)
-            return
-        updates = self._scheduler.update(reply)
-        for update in updates:
-            request = update.request
-            if self._processor.push(request, update.token_id) and not request.state.is_terminal:
-                self._scheduler.finish(request, FinishReason.STOP)
-            if request.state.is_terminal:
-                self._stats.num_cached_tokens += request.num_cached_tokens
-                self._outbox.put(request)
-        timings = reply.timings
-        stats = self._stats.step_done(
-            num_sampled_tokens=len(updates),
-            worker_prepare_seconds=timings.prepare_seconds,
-            worker_forward_seconds=timings.forward_seconds,
-            worker_sample_seconds=timings.sample_seconds,
-        )
-        logger.debug("step %s", stats)
-
-    def _recover(self, failed: StepFailed) -> None:
-        """Undo a step for which the device had no memory, and go on with smaller ones.
-
-        Raises:
-            WorkerError: it failed for another reason, or cannot be made smaller.
-        """
-        if failed.kind != WorkerFailure.OUT_OF_MEMORY:
-            raise WorkerError(
-                f"a step failed on the device: {failed.message}", failure=WorkerFailure(failed.kind)
-            )
-        num_tokens = self._scheduler.roll_back()
-        self._stats.step_failed()
-        execution = self._open_execution()
-        while self._scheduler.num_in_flight:
-            reply = execution.collect()
-            if isinstance(reply, StepFailed):
-                self._scheduler.roll_back()
-                self._stats.step_failed()
-            else:
-                self._book(reply)
-        if num_tokens <= 1:
-            raise WorkerError(
-                "the device has no memory for a step of one token; lower "
-                "engine.cache.memory_fraction",
-                failure=WorkerFailure.OUT_OF_MEMORY,
-            )
-        self._scheduler.token_limit = max(num_tokens // 2, 1)
-        logger.warning(
-            "out of memory in a step of %d tokens; going on with at most %d tokens a step",
-            num_tokens,
-            self._scheduler.token_limit,
+        return EncodedRequest(
+            request=request, token_ids=prompt.token_ids, is_truncated=prompt.is_truncated
         )
 
-    def _abandon(self) -> None:
+    def _abandon(self, failure: WorkerError | None) -> None:
         """Kill the workers; the engine must be entered again."""
-        if self._execution is not None:
-            execution, self._execution = self._execution, None
-            execution.kill()
-            self._outbox.close()
+        loop, self._loop, self._failure = self._loop, None, failure
+        if loop is not None:
+            loop.kill()
 
-    def _open_execution(self) -> ExecutionEngine:
-        if self._execution is None:
-            raise ConfigError("this OfflineInference is not open; use it in a `with` block")
-        return self._execution
+    def _open_loop(self) -> EngineLoop:
+        if self._loop is not None:
+            return self._loop
+        if self._failure is not None:
+            raise WorkerError(
+                f"the engine failed while another run used it: {self._failure}",
+                failure=self._failure.failure,
+            ) from self._failure
+        raise ConfigError("this OfflineInference is not open; use it in a `with` block")
 
 
 def _as_request(prompt: Prompt, index: int, params: SamplingParams) -> GenerateRequest:

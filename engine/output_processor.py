@@ -6,8 +6,11 @@ that one that spans tokens is found, and the text is cut before it.
 
 from dataclasses import dataclass
 
+from engine.detokenizer import IncrementalDecoder
+from engine.logprobs import TokenLogprob
 from engine.request import Completion, FinishReason, InferRequest
-from engine.tokenizer import IncrementalDecoder, Tokenizer
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,29 +21,30 @@ class _StopSearch:
     text: str = ""
     cut_at: int | None = None
 
-    def push(self, token_id: int, stop: tuple[str, ...], *, is_armed: bool) -> bool:
+    def push(self, token_id: int, params: SamplingParams, *, is_armed: bool) -> bool:
         """Add a token; return True when a stop string is complete."""
         searched = len(self.text)
         self.text += self.decoder.push(token_id)
-        return is_armed and self._search(searched, stop)
+        return is_armed and self._search(searched, params)
 
-    def finish(self, stop: tuple[str, ...]) -> None:
+    def finish(self, params: SamplingParams) -> None:
         """Add what the decoder held back, and search it too."""
         searched = len(self.text)
         self.text += self.decoder.finish()
-        self._search(searched, stop)
+        self._search(searched, params)
 
-    def _search(self, searched: int, stop: tuple[str, ...]) -> bool:
+    def _search(self, searched: int, params: SamplingParams) -> bool:
         """Find the first stop string in the new text; it may begin in the old."""
         if len(self.text) == searched:
             return False
         found = [
-            position
-            for word in stop
+            (position, position + len(word))
+            for word in params.stop
             if (position := self.text.find(word, max(0, searched - len(word) + 1))) >= 0
         ]
         if found:
-            self.cut_at = min(found)
+            begin, end = min(found)
+            self.cut_at = end if params.include_stop_str_in_output else begin
         return bool(found)
 
 
@@ -54,14 +58,16 @@ class OutputProcessor:
     def push(self, request: InferRequest, token_id: int) -> bool:
         """Take in one token; return True when it completes a stop string."""
         params = request.params
-        if not params.stop:
+        if not params.stop or _ends_on_hidden_stop(request):
             return False
         search = self._searches.get(request.uid)
         if search is None:
-            search = _StopSearch(decoder=IncrementalDecoder(self._tokenizer))
-            self._searches[request.uid] = search
+            decoder = IncrementalDecoder(
+                self._tokenizer, skip_special_tokens=params.skip_special_tokens
+            )
+            search = self._searches[request.uid] = _StopSearch(decoder=decoder)
         is_armed = len(request.output_token_ids) >= params.min_tokens
-        return search.push(token_id, params.stop, is_armed=is_armed)
+        return search.push(token_id, params, is_armed=is_armed)
 
     def forget(self, request: InferRequest) -> None:
         """Drop a request that was given up."""
@@ -86,11 +92,37 @@ class OutputProcessor:
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             error=request.error,
+            logprobs=_logprobs(request),
+            prompt_logprobs=_prompt_logprobs(request),
+            is_truncated=request.is_truncated,
         )
 
     def _text(self, request: InferRequest, search: _StopSearch | None) -> str:
         if search is not None and search.cut_at is None:
-            search.finish(request.params.stop)
-        if search is None or search.cut_at is None:
-            return self._tokenizer.decode(request.output_token_ids)
-        return search.text[: search.cut_at]
+            search.finish(request.params)
+        if search is not None and search.cut_at is not None:
+            return search.text[: search.cut_at]
+        token_ids = request.output_token_ids
+        return self._tokenizer.decode(
+            token_ids[:-1] if _ends_on_hidden_stop(request) else token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+        )
+
+
+def _ends_on_hidden_stop(request: InferRequest) -> bool:
+    """Tell whether the last token is a stop token, which is no part of the text."""
+    token_ids = request.output_token_ids
+    is_stop = bool(token_ids) and token_ids[-1] in request.stop_token_ids
+    return is_stop and not request.params.include_stop_str_in_output
+
+
+def _logprobs(request: InferRequest) -> tuple[TokenLogprob, ...] | None:
+    if request.error is not None or request.params.logprobs is None:
+        return None
+    return tuple(request.logprobs)
+
+
+def _prompt_logprobs(request: InferRequest) -> tuple[TokenLogprob | None, ...] | None:
+    if request.error is not None or request.params.prompt_logprobs is None:
+        return None
+    return (None, *request.prompt_logprobs)

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from engine.errors import InvalidTransitionError, RequestError
+from engine.logprobs import ScoredPart, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
@@ -89,6 +90,7 @@ class Reply:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,9 @@ class Completion:
 
     text and token_ids are empty when `error` is set. num_cached_tokens counts the prompt tokens
     that the prefix cache supplied. replies are those of the turns before the last, whose answer
-    is the text.
+    is the text. logprobs and prompt_logprobs are None unless they were asked for; there is one
+    for each token, and None for the first of the prompt. is_truncated tells that
+    truncate_prompt_tokens has cut a prompt, of any turn.
     """
 
     request_id: str
@@ -110,6 +114,9 @@ class Completion:
     num_preemptions: int = 0
     error: RequestError | None = None
     replies: tuple[Reply, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    is_truncated: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -138,6 +145,7 @@ class InferRequest:
     num_pending_tokens counts tokens that a step in flight will sample: the scheduler plans with
     them before it knows them; num_tokens counts them too. epoch is raised at preemption, so that a stale output is dropped.
     block_hashes grow with the tokens and survive a preemption, since tokens are never taken back.
+    logprobs are those of the output; prompt_logprobs begin with the prompt's second token.
     """
 
     uid: int
@@ -164,6 +172,10 @@ class InferRequest:
     num_cached_tokens: int = 0
     num_inflight_steps: int = 0
     num_preemptions: int = 0
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    is_truncated: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
 
@@ -190,6 +202,22 @@ class InferRequest:
         """True when the tokens known and in flight use up max_tokens or the model's length."""
         return self.num_tokens >= self.max_total_tokens
 
+    @property
+    def max_written_tokens(self) -> int:
+        """Most tokens that take room in the KV cache: the last one sampled is never written."""
+        return max(self.max_total_tokens - 1, self.num_prompt_tokens)
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """True while log probabilities of its prompt were asked for and are not complete."""
+        is_asked = self.params.prompt_logprobs is not None
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def add_scores(self, part: ScoredPart) -> None:
+        """Take in log probabilities of the prompt; those of a preempted attempt are replaced."""
+        del self.prompt_logprobs[part.start - 1 :]
+        self.prompt_logprobs += part.logprobs
+
     def known_token_ids(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the prompt and what was generated so far, or the positions [start, stop)."""
         num_prompt = len(self.prompt_token_ids)
@@ -209,10 +237,12 @@ class InferRequest:
         self.num_pending_tokens -= 1
         self.num_tokens -= 1
 
-    def append_token(self, token_id: int) -> None:
-        """Add the oldest token that was expected."""
+    def append_token(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
+        """Add the oldest token that was expected, and its log probability if there is one."""
         self.num_pending_tokens -= 1
         self.output_token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
 
     def transition_to(self, state: RequestState) -> None:
         """Move along an edge of the state machine.

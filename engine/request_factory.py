@@ -9,13 +9,15 @@ from engine.errors import RequestError, RequestErrorCode
 from engine.model_source import ModelSource
 from engine.request import InferRequest, sampling_key_of
 from engine.session import Turn
+from engine.tokenizer import Tokenizer
 
 
 class RequestFactory:
     """Gives out uids, and fills in what the model and the engine decide about a request."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, tokenizer: Tokenizer) -> None:
         self._source = source
+        self._tokenizer = tokenizer
         self._uids = itertools.count()
         # Of requests that bring no seed; a job always brings one.
         self._seed = secrets.randbits(63)
@@ -48,6 +50,7 @@ class RequestFactory:
         key, timeout = request.sampling_key, request.timeout_seconds
         eos_token_ids = () if params.ignore_eos else self._source.eos_token_ids
         num_prompt = len(turn.token_ids)
+        bad_words = params.bad_words if turn.error is None else ()
         return InferRequest(
             uid=next(self._uids),
             request_id=request.request_id,
@@ -60,4 +63,6 @@ class RequestFactory:
             sample_index=sample_index,
             priority=request.priority,
             deadline=None if timeout is None else time.monotonic() + timeout,
+            bad_words_token_ids=self._tokenizer.bad_words_token_ids(bad_words),
+            is_truncated=turn.is_truncated,
         )

@@ -32,6 +32,7 @@ class Turn:
     error: RequestError | None = None
     sample_index: int | None = None  # None: every sample of the request
     replies: tuple[Reply, ...] = ()
+    is_truncated: bool = False  # the prompt of this turn, or of one before
 
 
 class Session:
@@ -66,7 +67,7 @@ class Session:
                 with self._lock:
                     self._num_open += 1
                     self._note(item.request)
-                return Turn(request=item.request, token_ids=item.token_ids, error=item.error)
+                return _first_turn(item.request, item)
             self._park(item.request)
 
     def add_open(self, count: int) -> None:
@@ -140,7 +141,9 @@ class Session:
         number = len(turn.replies)
         if number >= len(request.turns):
             return None
-        reply = Reply(text=completion.text, token_ids=completion.token_ids)
+        reply = Reply(
+            text=completion.text, token_ids=completion.token_ids, logprobs=completion.logprobs
+        )
         asked = [
             *(request.messages or [{"role": "user", "content": request.prompt}]),
             {"role": "assistant", "content": completion.text},
@@ -159,6 +162,7 @@ class Session:
             error=encoded.error,
             sample_index=completion.sample_index,
             replies=(*turn.replies, reply),
+            is_truncated=turn.is_truncated or encoded.is_truncated,
         )
 
     # Dependencies. Everything below holds the lock, or is called by what does.
@@ -207,12 +211,21 @@ class Session:
                 return
             request = replace(request, prompt=None, messages=messages, build_messages=None)
         encoded = self._encode(request)
-        self._ready.append(Turn(request=request, token_ids=encoded.token_ids, error=encoded.error))
+        self._ready.append(_first_turn(request, encoded))
 
     def _fail_parked(self, request: GenerateRequest, reason: str) -> None:
         self._parked.pop(request.request_id, None)
         error = RequestError(RequestErrorCode.DEPENDENCY_FAILED, reason)
         self._deliver(failed_completion(request.request_id, error))
+
+
+def _first_turn(request: GenerateRequest, encoded: EncodedRequest) -> Turn:
+    return Turn(
+        request=request,
+        token_ids=encoded.token_ids,
+        error=encoded.error,
+        is_truncated=encoded.is_truncated,
+    )
 
 
 def _deadlock(request: GenerateRequest, parked: dict[str, GenerateRequest]) -> str:

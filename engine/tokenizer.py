@@ -1,12 +1,13 @@
-"""Text to token ids and back: prompts, chat templates, incremental decoding.
+"""Text to token ids and back: prompts, chat templates, special tokens.
 
 Owns everything that knows a tokenizer; the scheduler and the worker see ids only. The mock
 tokenizer is bytes, so that a whole job runs without a model.
 """
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,35 @@ from engine.config import ChatConfig, EngineConfig
 from engine.errors import ConfigError, RequestError, RequestErrorCode
 from engine.model_source import ModelSource
 from engine.request import GenerateRequest
+from engine.token_checks import (
+    as_integers,
+    check_sampling,
+    check_vocabulary,
+    spell_bad_words,
+    truncate,
+)
 
 _MOCK_FIRST_BYTE = 3
-_REPLACEMENT = "\ufffd"
+# Sets of bad words whose tokens are remembered: a job has one, and rows rarely many.
+_MAX_KNOWN_BAD_WORDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt's tokens; is_truncated when truncate_prompt_tokens has cut some off."""
+
+    token_ids: list[int]
+    is_truncated: bool = False
 
 
 class Tokenizer(ABC):
     """Encodes requests and decodes answers for one model; safe to use from several threads."""
 
+    bos_token_id: int | None = None
+
     def __init__(self, *, vocab_size: int, chat: ChatConfig) -> None:
         self.vocab_size = vocab_size
+        self.bad_words_token_ids = lru_cache(_MAX_KNOWN_BAD_WORDS)(self._spell_bad_words)
         self._chat = chat
 
     @staticmethod
@@ -41,12 +61,35 @@ class Tokenizer(ABC):
         return PretrainedTokenizer(config, source)
 
     def encode_request(self, request: GenerateRequest) -> list[int]:
-        """Return the prompt's token ids.
+        """Return the prompt's token ids, see encode."""
+        return self.encode(request).token_ids
+
+    def encode(self, request: GenerateRequest) -> EncodedPrompt:
+        """Turn a prompt into tokens, as many as its truncate_prompt_tokens allows.
+
+        What the sampling parameters say of tokens is checked too.
 
         Raises:
             RequestError: no prompt or more than one kind, an empty prompt, messages that the chat
-                template refuses, or a token id outside the vocabulary.
+                template refuses, a token id outside the vocabulary, or a prompt that cannot be
+                truncated so far.
         """
+        params = request.sampling_params
+        check_sampling(params, self.vocab_size)
+        self.bad_words_token_ids(params.bad_words)
+        token_ids = self._encode_prompt(request)
+        limit = params.truncate_prompt_tokens
+        if limit is None or len(token_ids) <= limit:
+            return EncodedPrompt(token_ids=token_ids)
+        kept = truncate(
+            token_ids,
+            limit,
+            num_fixed=self._num_fixed_tokens(request, token_ids),
+            bos_token_id=self.bos_token_id,
+        )
+        return EncodedPrompt(token_ids=kept, is_truncated=True)
+
+    def _encode_prompt(self, request: GenerateRequest) -> list[int]:
         given = [
             name
             for name in ("prompt", "messages", "prompt_token_ids")
@@ -59,9 +102,9 @@ class Tokenizer(ABC):
                 "messages, prompt_token_ids",
             )
         if request.prompt_token_ids is not None:
-            token_ids = _as_integers(request.prompt_token_ids)
+            token_ids = as_integers(request.prompt_token_ids)
         elif request.messages is not None:
-            token_ids = self._encode_chat(request.messages)
+            token_ids = self._encode_chat(request.messages, add_generation_prompt=True)
         else:
             assert request.prompt is not None
             token_ids = self._encode_text(_without_surrogates(request.prompt))
@@ -69,22 +112,26 @@ class Tokenizer(ABC):
             raise RequestError(
                 RequestErrorCode.PROMPT_EMPTY, "the prompt has no token; give it some text"
             )
-        self._check_vocabulary(given[0], token_ids)
+        check_vocabulary(given[0], token_ids, self.vocab_size)
         return token_ids
 
-    def _check_vocabulary(self, source: str, token_ids: list[int]) -> None:
-        """Refuse ids that the model has no embedding for; a tokenizer may know more tokens."""
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.vocab_size:
-            raise RequestError(
-                RequestErrorCode.TOKEN_OUT_OF_VOCABULARY,
-                f"{source} holds token {lowest if lowest < 0 else highest}; the model knows 0 to "
-                f"{self.vocab_size - 1}",
-            )
+    def _num_fixed_tokens(self, request: GenerateRequest, token_ids: list[int]) -> int:
+        """Return how many tokens the generation prompt at the end of a chat has."""
+        if request.messages is None:
+            return 0
+        without = self._encode_chat(request.messages, add_generation_prompt=False)
+        pairs = zip(without, token_ids, strict=False)
+        num_common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(without))
+        return len(token_ids) - num_common
+
+    def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return spell_bad_words(
+            [_without_surrogates(word) for word in words], self._encode_bare, self.vocab_size
+        )
 
     @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens, special tokens left out."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the tokens."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, str]:
@@ -94,7 +141,13 @@ class Tokenizer(ABC):
     def _encode_text(self, text: str) -> list[int]: ...
 
     @abstractmethod
-    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]: ...
+    def _encode_bare(self, text: str) -> list[int]:
+        """Encode without special tokens around the text."""
+
+    @abstractmethod
+    def _encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]: ...
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -115,13 +168,16 @@ class PretrainedTokenizer(Tokenizer):
             raise ConfigError(
                 f"{folder}: no usable tokenizer ({error}); set engine.tokenizer_path"
             ) from error
+        self.bos_token_id = self._tokenizer.bos_token_id
         self._chat_template = _read_template(config.chat.chat_template)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens, special tokens left out."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the tokens."""
         return str(
             self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(token_ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         )
 
@@ -139,10 +195,15 @@ class PretrainedTokenizer(Tokenizer):
     def _encode_text(self, text: str) -> list[int]:
         ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
         # A prompt that was rendered elsewhere may bring the BOS token that is added here.
-        bos = self._tokenizer.bos_token_id
+        bos = self.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def _encode_bare(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]:
         from jinja2 import TemplateError
 
         if self._chat_template is None and not self._tokenizer.chat_template:
@@ -156,7 +217,7 @@ class PretrainedTokenizer(Tokenizer):
                 _clean_messages(messages),
                 chat_template=self._chat_template,
                 tools=list(self._chat.tools) or None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
                 sanitize_control_tokens=True,
@@ -172,7 +233,7 @@ class PretrainedTokenizer(Tokenizer):
 class MockTokenizer(Tokenizer):
     """One token for each byte of UTF-8, so that lengths and texts are easy to reason about."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the bytes as text; ids that stand for no byte are left out."""
         data = bytes(
             token - _MOCK_FIRST_BYTE
@@ -189,52 +250,15 @@ class MockTokenizer(Tokenizer):
     def _encode_text(self, text: str) -> list[int]:
         return [byte + _MOCK_FIRST_BYTE for byte in text.encode("utf-8")]
 
-    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def _encode_bare(self, text: str) -> list[int]:
+        return self._encode_text(text)
+
+    def _encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]:
         lines = [f"{m.get('role', '')}: {m.get('content', '')}\n" for m in messages]
-        return self._encode_text(_without_surrogates("".join(lines) + "assistant: "))
-
-
-class IncrementalDecoder:
-    """Turns a growing list of tokens into a growing text.
-
-    Decodes from a token that began a piece of text of its own, so that the cost of a token does
-    not grow with the text, and holds back a tail that is not yet a whole character. At the end
-    the text equals decoding the whole sequence.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._prefix_start = 0
-        self._read_until = 0
-
-    def push(self, token_id: int) -> str:
-        """Add one token and return the text that became certain, often the token's own."""
-        self._token_ids.append(token_id)
-        return self._advance(is_end=False)
-
-    def finish(self) -> str:
-        """Return what was held back."""
-        return self._advance(is_end=True)
-
-    def _advance(self, *, is_end: bool) -> str:
-        window = self._token_ids[self._prefix_start :]
-        known = self._tokenizer.decode(window[: self._read_until - self._prefix_start])
-        text = self._tokenizer.decode(window)
-        if len(text) <= len(known) or (text.endswith(_REPLACEMENT) and not is_end):
-            return ""
-        self._prefix_start, self._read_until = self._read_until, len(self._token_ids)
-        return text[len(known) :]
-
-
-def _as_integers(token_ids: Sequence[int]) -> list[int]:
-    """Return the numbers of a list, a numpy array or a tensor of one dimension."""
-    try:
-        return [operator.index(token) for token in token_ids]
-    except TypeError as error:
-        raise RequestError(
-            RequestErrorCode.BAD_ROW, f"prompt_token_ids holds something else: {error}"
-        ) from error
+        end = "assistant: " if add_generation_prompt else ""
+        return self._encode_text(_without_surrogates("".join(lines) + end))
 
 
 def _read_template(template: str | None) -> str | None:

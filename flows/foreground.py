@@ -1,5 +1,6 @@
 """Runs a job for somebody who waits for it: signals, progress, the result and the exit code."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ from flows.preparation import (
     resume_command,
 )
 
+logger = logging.getLogger(__name__)
+
 # What Prefect is told unless the user says otherwise: our log lines go under the right task run,
-# and nothing goes to its makers.
+# its own go to its API alone, for the terminal has our bar, and nothing goes to its makers.
 _PREFECT_DEFAULTS = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "engine,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
 }
@@ -64,6 +67,8 @@ def _run(config: JobConfig) -> ExitCode:
     if isinstance(outcome, TokenmillError):
         raise outcome
     if not hasattr(outcome, "exit_code"):
+        if isinstance(outcome, BaseException):
+            logger.error("nobody foresaw this", exc_info=outcome)
         talk.print(f"the flow ended as {state.name}: {state.message}", markup=False)
         return ExitCode.INFRASTRUCTURE
     _show_result(config)

@@ -160,22 +160,20 @@ class _RowIndexer:
         if isinstance(row, BadRow):
             return _refused(indexed, row.error.code, row.error.message)
         try:
-            indexed = indexed._replace(num_prompt_tokens=self._count_tokens(row))
+            params = self._default_sampling.overlaid(row.sampling)
+            num_tokens = len(self._encoder.encode_request(row.to_request(params)))
         except RequestError as error:
             message = f"{self._reader.describe(location)}: {error.message}"
             return _refused(indexed, error.code, message)
-        if indexed.num_prompt_tokens < self._max_model_len:
+        indexed = indexed._replace(num_prompt_tokens=num_tokens)
+        if num_tokens + min(params.max_tokens, 1) <= self._max_model_len:
             return indexed
         message = (
-            f"{self._reader.describe(location)}: the prompt has {indexed.num_prompt_tokens} tokens "
+            f"{self._reader.describe(location)}: the prompt has {num_tokens} tokens "
             f"and its answer needs at least one, more than max_model_len {self._max_model_len}; "
             "shorten the prompt or raise engine.max_model_len"
         )
         return _refused(indexed, RequestErrorCode.PROMPT_TOO_LONG, message)
-
-    def _count_tokens(self, record: PromptRecord) -> int:
-        params = self._default_sampling.overlaid(record.sampling)
-        return len(self._encoder.encode_request(record.to_request(params)))
 
 
 def _refused(row: IndexRow, code: RequestErrorCode, message: str) -> IndexRow:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -136,17 +136,14 @@ class _ShardRun:
             engine = slot.engine()
             writer.device = engine.device
             engine.take_stats()
-            with (
-                closing(self._pending(reader)) as pending,
-                closing(engine.run(pending, stop=self._stop)) as completions,
-            ):
+            with closing(engine.run(self._pending(reader), stop=self._stop)) as completions:
                 for completion in completions:
                     engine.charge(Bucket.COMMIT)
                     writer.put(self._to_row(completion))
             stats = engine.take_stats()
             return self._summary(slot.number, engine, stats)
 
-    def _pending(self, reader: RecordReader) -> Generator[GenerateRequest, None, None]:
+    def _pending(self, reader: RecordReader) -> Iterator[GenerateRequest]:
         """Yield the rows that have no result yet, page by page."""
         with RowIndex.open(self._shard_job.index_path) as index:
             first, end = self._lease.first_row, self._lease.first_row + self._lease.num_rows

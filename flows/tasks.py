@@ -16,7 +16,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
 
-from engine import WorkerError, WorkerFailure
+from engine import TokenmillError, WorkerError, WorkerFailure
 from flows.job_run import JobRun
 from flows.shard_runner import ShardSummary
 
@@ -83,7 +83,10 @@ def _collect(
     result: Any = future.result(raise_on_failure=False)
     if isinstance(result, BaseException):
         failures[shard_index] = result
-        logger.error("shard-%04d failed: %s", shard_index, result)
+        is_foreseen = isinstance(result, TokenmillError)
+        logger.error(
+            "shard-%04d failed: %s", shard_index, result, exc_info=None if is_foreseen else result
+        )
     else:
         summaries.append(result)
 

@@ -99,8 +99,9 @@ class DeviceBackend(ABC):
             ConfigError: this kind of device cannot do it.
         """
         raise ConfigError(
-            f"engine.deterministic is true, but on the {self.name} the last bits of a row depend "
-            "on the rows beside it; set engine.device to cpu, or engine.deterministic to false"
+            f"engine.deterministic is true, but on device {self.name} the last bits of a row "
+            "depend on the rows beside it; set engine.device to cpu, or engine.deterministic to "
+            "false"
         )
 
     def allocate_kv(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:

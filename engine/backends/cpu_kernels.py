@@ -149,15 +149,17 @@ def _add_values(  # noqa: PLR0913 - a kernel
         j += 1
 
 
+# Numbers of a tile are read into variables before each loop: the compiler cannot know that a loop
+# does not write them, and so would not compute it on vectors.
 @numba.njit(fastmath=_FAST, cache=True)
 def _start_rows(  # noqa: PLR0913 - a kernel
     tile: Any, query: Any, sinks: Any, factor: Any, group: int, queries: Any, state: Any
 ) -> None:
     """Bring the query rows of a tile together, and clear their softmax."""
     peaks, sums, totals = state
-    num_heads, first_head = tile[5] * group, tile[4] * group
+    first_token, num_heads, first_head = tile[1], tile[5] * group, tile[4] * group
     for p in range(tile[2] * num_heads):
-        token, head = tile[1] + p // num_heads, first_head + p % num_heads
+        token, head = first_token + p // num_heads, first_head + p % num_heads
         for d in range(queries.shape[1]):
             queries[p, d] = query[token, head, d] * factor
         for e in range(totals.shape[1]):
@@ -175,15 +177,15 @@ def _read_chunk(  # noqa: PLR0913 - a kernel
     """Copy keys and values of positions start to end out of their blocks."""
     key_cache, value_cache = caches
     keys, values, _ = chunk
-    block_size = key_cache.shape[1]
+    row, first_kv, num_kv, block_size = tile[0], tile[4], tile[5], key_cache.shape[1]
     for position in range(start, end):
-        block, slot = block_tables[tile[0], position // block_size], position % block_size
+        block, slot = block_tables[row, position // block_size], position % block_size
         j = position - base
-        for g in range(tile[5]):
+        for g in range(num_kv):
             for d in range(keys.shape[2]):
-                keys[g, j, d] = _as_float32(key_cache[block, slot, tile[4] + g, d])
+                keys[g, j, d] = _as_float32(key_cache[block, slot, first_kv + g, d])
             for e in range(values.shape[2]):
-                values[g, j, e] = _as_float32(value_cache[block, slot, tile[4] + g, e])
+                values[g, j, e] = _as_float32(value_cache[block, slot, first_kv + g, e])
 
 
 @numba.njit(fastmath=_FAST, cache=True)
@@ -191,12 +193,23 @@ def _visit_chunk(  # noqa: PLR0913 - a kernel
     tile: Any, queries: Any, chunk: Any, state: Any, group: int, base: int, window: int, cap: Any
 ) -> None:
     """Show each query row of a tile the keys of a chunk that it may see."""
-    num_heads = tile[5] * group
+    num_heads, first_position = tile[5] * group, tile[3]
     for p in range(tile[2] * num_heads):
-        position = tile[3] + p // num_heads
+        position = first_position + p // num_heads
         lo, hi = max(0, position + 1 - window - base), min(_CHUNK, position + 1 - base)
         if lo < hi:
             _visit(p, p % num_heads // group, queries, chunk, state, lo, hi, cap)
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+def _finish_rows(tile: Any, group: int, state: Any, output: Any) -> None:
+    """Write the query rows of a tile to where they belong."""
+    _, sums, totals = state
+    first_token, num_heads, first_head = tile[1], tile[5] * group, tile[4] * group
+    for p in range(tile[2] * num_heads):
+        token, head, total = first_token + p // num_heads, first_head + p % num_heads, sums[p]
+        for e in range(totals.shape[1]):
+            output[token, head, e] = totals[p, e] / total
 
 
 @numba.njit(parallel=True, fastmath=_FAST, cache=True)
@@ -205,7 +218,7 @@ def attend(  # noqa: PLR0913 - a kernel
     key_cache: Any,  # [N, S, G, D] float32, or the bits of bfloat16
     value_cache: Any,  # [N, S, G, E]
     block_tables: Any,  # [R, B] int32
-    tiles: Any,  # [tiles, 6] int64: row, first token, tokens, its position, first G, number of G
+    tiles: Any,  # [tiles, 6] int64: request, first token, tokens, its position, first G, number of G
     sinks: Any,  # [H] float32, -inf where there is none
     scale: float,
     window: int,
@@ -229,15 +242,11 @@ def attend(  # noqa: PLR0913 - a kernel
         state = (peaks, sums, totals)
         for i in range(worker, tiles.shape[0], num_workers):
             tile = tiles[i]
-            num_heads, end = tile[5] * group, tile[3] + tile[2]
             _start_rows(tile, query, sinks, np.float32(scale), group, queries, state)
-            start = max(0, tile[3] + 1 - window)
+            start, end = max(0, tile[3] + 1 - window), tile[3] + tile[2]
             for base in range(start // _CHUNK * _CHUNK, end, _CHUNK):
                 first, last = max(start, base), min(end, base + _CHUNK)
                 _read_chunk(tile, block_tables, (key_cache, value_cache), base, first, last, chunk)
                 cap = np.float32(softcap)
                 _visit_chunk(tile, queries, chunk, state, group, base, window, cap)
-            for p in range(tile[2] * num_heads):
-                token, head = tile[1] + p // num_heads, tile[4] * group + p % num_heads
-                for e in range(totals.shape[1]):
-                    output[token, head, e] = totals[p, e] / sums[p]
+            _finish_rows(tile, group, state, output)

@@ -72,6 +72,7 @@ def load_model(
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     torch_dtype: torch.dtype = getattr(torch, dtype)
+    module: Any
     try:
         if group.world_size > 1:
             check_plan(AutoConfig.from_pretrained(path, **options), path)

@@ -116,7 +116,8 @@ def _advance(entry: Entry) -> None:
     request.num_inflight_steps += 1
     entry.epoch = request.epoch
     entry.num_written_tokens = request.num_computed_tokens
-    entry.is_sampling = request.num_uncomputed_tokens == 0
+    is_computed = request.num_uncomputed_tokens == 0
+    entry.is_sampling = is_computed and not request.params.is_scoring_only
     if entry.is_sampling:
         request.expect_token()
 
@@ -140,5 +141,14 @@ def _new_request(request: InferRequest, num_scheduled_tokens: int) -> NewRequest
             sample_index=request.sample_index,
             min_tokens=params.min_tokens,
             forbidden_token_ids=tuple(sorted(request.stop_token_ids)) if params.min_tokens else (),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            bad_words=request.bad_words_token_ids,
+            logprobs=params.logprobs,
+            # Not again after a preemption: the prompt's scores are complete by then.
+            prompt_logprobs=params.prompt_logprobs if request.is_to_be_scored else None,
+            is_scoring_only=params.is_scoring_only,
         ),
     )

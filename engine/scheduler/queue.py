@@ -24,7 +24,7 @@ class WaitingQueue:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._key = _key_of(config.order, config.aging_requests)
-        self._long_tokens = config.long_request_tokens
+        self._is_long = config.is_long
         self._lane: _Heap = []
         self._long_lane: _Heap = []
         self._arrivals: dict[int, float] = {}
@@ -37,13 +37,9 @@ class WaitingQueue:
         """When the request arrived that has waited longest; somebody must be waiting."""
         return next(iter(self._arrivals.values()))
 
-    def is_long(self, request: InferRequest) -> bool:
-        """Tell whether the request belongs to the lane of the very long ones."""
-        return self._long_tokens is not None and request.num_prompt_tokens > self._long_tokens
-
     def push(self, request: InferRequest) -> None:
         """Add a request; one that was preempted gets its old place back."""
-        lane = self._long_lane if self.is_long(request) else self._lane
+        lane = self._long_lane if self._is_long(request.num_prompt_tokens) else self._lane
         heapq.heappush(lane, (self._key(request), request.uid, request))
         self._arrivals[request.uid] = request.arrival_time
 
@@ -74,6 +70,39 @@ class WaitingQueue:
                 heapq.heappop(lane)  # discarded while it waited
         filled = [lane for lane in lanes if lane]
         return min(filled, key=lambda lane: lane[0][:2], default=[])
+
+
+class Followers:
+    """Requests that wait until another one's prompt is computed, to share its blocks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[InferRequest]] = {}
+        self._leader_uid_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._leader_uid_of)
+
+    def hold_back(self, request: InferRequest, leader: InferRequest) -> None:
+        """Keep a request until `release` is called for its leader."""
+        self._groups.setdefault(leader.uid, []).append(request)
+        self._leader_uid_of[request.uid] = leader.uid
+
+    def release(self, leader: InferRequest) -> list[InferRequest]:
+        """Return and forget those who waited for the leader."""
+        group = self._groups.pop(leader.uid, [])
+        for request in group:
+            del self._leader_uid_of[request.uid]
+        return group
+
+    def discard(self, request: InferRequest) -> None:
+        """Forget a request, if it waits here."""
+        leader_uid = self._leader_uid_of.pop(request.uid, None)
+        if leader_uid is not None:
+            self._groups[leader_uid].remove(request)
+
+    def requests(self) -> list[InferRequest]:
+        """Return everyone who waits for another."""
+        return [request for group in self._groups.values() for request in group]
 
 
 def _key_of(order: OrderPolicy, aging_requests: int) -> Callable[[InferRequest], Any]:

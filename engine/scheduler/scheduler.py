@@ -15,21 +15,26 @@ from dataclasses import dataclass
 
 from engine.cache_manager import CacheManager
 from engine.config import SchedulerConfig
-from engine.errors import CacheExhaustedError, RequestError, RequestErrorCode
+from engine.errors import CacheExhaustedError, RequestError
 from engine.messages import StepDone
 from engine.request import FinishReason, InferRequest, RequestState
+from engine.scheduler import refusals
 from engine.scheduler.batching import BatchView, make_batching_policy
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.plan import ScheduledStep, StepPlan
-from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.queue import Followers, WaitingQueue
+from engine.scheduler.running import RunningSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUpdate:
-    """One request got one token; the request's state tells whether it ended with it."""
+    """One request got one token; the request's state tells whether it ended with it.
+
+    A request whose prompt was only scored ends without one.
+    """
 
     request: InferRequest
-    token_id: int
+    token_id: int | None
 
 
 class Scheduler:
@@ -47,10 +52,8 @@ class Scheduler:
         self._clock = clock
         self._batching = make_batching_policy(config)
         self._waiting = WaitingQueue(config)
-        self._followers: dict[int, list[InferRequest]] = {}
-        self._num_followers = 0
-        self._running: list[InferRequest] = []
-        self._num_long_running = 0
+        self._followers = Followers()
+        self._running = RunningSet(config)
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._preempted_uids: list[int] = []
@@ -66,7 +69,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that own no blocks yet."""
-        return len(self._waiting) + self._num_followers
+        return len(self._waiting) + len(self._followers)
+
+    @property
+    def has_room(self) -> bool:
+        """True when another request may be added without reading too far ahead."""
+        return self.num_waiting < self._config.max_waiting_requests
 
     @property
     def num_running(self) -> int:
@@ -114,12 +122,12 @@ class Scheduler:
         """
         request.arrival_time = self._clock()
         self._deadlines.watch(request)
-        # The last token is sampled but never written, so it needs no room.
-        if not self._cache.can_ever_fit(request.max_total_tokens - 1):
-            self.fail(request, self._never_fits(request), FinishReason.ERROR)
+        if not self._cache.can_ever_fit(request.max_written_tokens):
+            self.fail(
+                request, refusals.never_fits(request, self._cache.num_tokens), FinishReason.ERROR
+            )
         elif after is not None and not after.state.is_terminal:
-            self._followers.setdefault(after.uid, []).append(request)
-            self._num_followers += 1
+            self._followers.hold_back(request, after)
         else:
             self._enqueue(request)
 
@@ -164,12 +172,18 @@ class Scheduler:
                 self._free_when_quiet(request)
             elif entry.epoch == request.epoch:
                 self._cache.publish(request, entry.num_written_tokens)
-                if entry.num_written_tokens >= request.num_prompt_tokens:
+                if request.uid in output.prompt_logprobs:
+                    request.add_scores(output.prompt_logprobs[request.uid])
+                is_prompt_done = entry.num_written_tokens >= request.num_prompt_tokens
+                if is_prompt_done:
                     self._release_followers(request)
                 if entry.is_sampling:
-                    token_id = token_of[request.uid]
-                    self._append(request, token_id)
-                    updates.append(TokenUpdate(request=request, token_id=token_id))
+                    request.append_token(token_of[request.uid], output.logprobs.get(request.uid))
+                    self._finish_if_complete(request)
+                    updates.append(TokenUpdate(request=request, token_id=token_of[request.uid]))
+                elif is_prompt_done and request.params.is_scoring_only:
+                    self.finish(request, FinishReason.LENGTH)
+                    updates.append(TokenUpdate(request=request, token_id=None))
         return updates
 
     def roll_back(self) -> int:
@@ -204,13 +218,13 @@ class Scheduler:
         request.error, request.finish_reason = error, reason
         request.transition_to(RequestState.ERROR)
         self._waiting.discard(request)
+        self._followers.discard(request)
         self._failed.append(request)
         self._forget(request)
 
     def living_requests(self) -> list[InferRequest]:
         """Return every request that waits or runs."""
-        followers = [request for group in self._followers.values() for request in group]
-        return [*self._waiting.requests(), *followers, *self._running]
+        return [*self._waiting.requests(), *self._followers.requests(), *self._running]
 
     def take_failed(self) -> list[InferRequest]:
         """Return the requests that ended in ERROR since the last call."""
@@ -238,22 +252,13 @@ class Scheduler:
     def _grow_or_preempt(self, plan: StepPlan, request: InferRequest, count: int) -> None:
         target = request.num_computed_tokens + count
         while (new_blocks := self._cache.try_grow(request, target)) is None:
-            victim = self._choose_victim()
+            victim = self._running.choose_victim()
             if victim is None:
                 return  # everyone has a step in flight: their blocks may come back
             self._preempt(plan, victim)
             if victim is request:
                 return
         plan.schedule(request, count, new_blocks)
-
-    def _choose_victim(self) -> InferRequest | None:
-        """Pick the least computed request of the lowest priority: the least work is lost."""
-        candidates = [request for request in self._running if request.num_inflight_steps == 0]
-        return max(
-            candidates,
-            key=lambda r: (r.priority, -r.num_computed_tokens, r.uid),
-            default=None,
-        )
 
     def _plan_waiting(self, plan: StepPlan) -> bool:
         """Admit waiting requests in order, until one does not fit.
@@ -265,13 +270,12 @@ class Scheduler:
         num_admissible = self._batching.num_admissible(self._view())
         is_held_back = num_admissible == 0
         while plan.budget > 0 and num_admissible > 0:
-            is_long_allowed = self._is_long_allowed()
+            is_long_allowed = self._running.is_long_allowed
             request = self._waiting.first(is_long_allowed=is_long_allowed)
             if request is None or not self._try_admit(request):
                 break
             self._waiting.pop(is_long_allowed=is_long_allowed)
-            self._running.append(request)
-            self._num_long_running += self._waiting.is_long(request)
+            self._running.add(request)
             count = self._num_tokens_for(request, plan)
             plan.schedule(request, count, list(request.block_ids))
             self._batching.note_admission()
@@ -287,17 +291,13 @@ class Scheduler:
         if len(self._running) >= self._config.max_num_seqs:
             return False
         is_full = self._config.kv_reservation == "full"
-        num_tokens = request.max_total_tokens - 1 if is_full else request.num_known_tokens
+        num_tokens = request.max_written_tokens if is_full else request.num_known_tokens
         if not self._cache.try_admit(request, num_tokens):
             return False
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.transition_to(RequestState.READY)
         return True
-
-    def _is_long_allowed(self) -> bool:
-        limit = self._config.max_long_requests
-        return limit is None or self._num_long_running < limit
 
     def _give_away_rest(self, plan: StepPlan) -> None:
         """Let prefills go beyond their share when nobody else wants the rest of the step."""
@@ -323,7 +323,7 @@ class Scheduler:
         request.epoch += 1
         request.num_preemptions += 1
         request.transition_to(RequestState.WAITING)
-        self._remove_running(request)
+        self._running.remove(request)
         self._known_uids.discard(request.uid)
         # It keeps its uid and arrival time, and so its place before those who came later.
         self._waiting.push(request)
@@ -340,9 +340,8 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def _append(self, request: InferRequest, token_id: int) -> None:
-        request.append_token(token_id)
-        if token_id in request.stop_token_ids:
+    def _finish_if_complete(self, request: InferRequest) -> None:
+        if request.output_token_ids[-1] in request.stop_token_ids:
             self.finish(request, FinishReason.STOP)
         elif request.num_known_tokens >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
@@ -352,23 +351,18 @@ class Scheduler:
         self._batching.note_arrival(self._clock())
 
     def _release_followers(self, leader: InferRequest) -> None:
-        for request in self._followers.pop(leader.uid, ()):
-            self._num_followers -= 1
-            if not request.state.is_terminal:
-                self._enqueue(request)
+        for request in self._followers.release(leader):
+            if request.prompt_token_ids is leader.prompt_token_ids and not leader.is_to_be_scored:
+                request.prompt_logprobs = leader.prompt_logprobs
+            self._enqueue(request)
 
     def _forget(self, request: InferRequest) -> None:
-        if request in self._running:
-            self._remove_running(request)
+        self._running.remove(request)
         if request.uid in self._known_uids:
             self._known_uids.discard(request.uid)
             self._finished_uids.append(request.uid)
         self._free_when_quiet(request)
         self._release_followers(request)
-
-    def _remove_running(self, request: InferRequest) -> None:
-        self._running.remove(request)
-        self._num_long_running -= self._waiting.is_long(request)
 
     def _free_when_quiet(self, request: InferRequest) -> None:
         """Give the blocks back once no step in flight writes to them."""
@@ -384,20 +378,6 @@ class Scheduler:
             is_intake_closed=self._is_intake_closed,
         )
 
-    def _never_fits(self, request: InferRequest) -> RequestError:
-        num_tokens = self._cache.usage.num_blocks * self._cache.block_size
-        return RequestError(
-            RequestErrorCode.KV_CAPACITY,
-            f"the prompt of {request.num_prompt_tokens} tokens and max_tokens "
-            f"{request.params.max_tokens} need up to {request.max_total_tokens} tokens of KV "
-            f"cache, which has {num_tokens}; lower max_tokens or raise engine.cache.kv_cache_gib",
-        )
-
     def _expire(self) -> None:
         for request in self._deadlines.take_late(self._clock()):
-            error = RequestError(
-                RequestErrorCode.TIMEOUT,
-                f"not finished in time: {len(request.output_token_ids)} of at most "
-                f"{request.params.max_tokens} tokens generated; raise the row's timeout",
-            )
-            self.fail(request, error, FinishReason.TIMEOUT)
+            self.fail(request, refusals.too_late(request), FinishReason.TIMEOUT)

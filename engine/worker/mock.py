@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.errors import WorkerFailure
-from engine.messages import NewRequest, ScheduleBatch, StepDone, WorkerTimings
+from engine.logprobs import ScoredPart, TokenLogprob
+from engine.messages import NewRequest, SamplerSpec, ScheduleBatch, StepDone, WorkerTimings
 from engine.model_source import MOCK_EOS_TOKEN_ID
 from engine.worker.runner import Runner
 
@@ -24,11 +25,12 @@ _DEFAULT_NUM_BLOCKS = 16384
 
 @dataclass(slots=True, kw_only=True)
 class _Answer:
+    prompt_token_ids: list[int]
     token_ids: list[int]
     num_output_tokens: int
     num_tokens: int
     num_computed_tokens: int
-    min_tokens: int
+    sampler: SamplerSpec
 
 
 class MockRunner(Runner):
@@ -64,20 +66,27 @@ class MockRunner(Runner):
         num_tokens = sum(count for _, count in scheduled)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise MemoryError(f"the mock device has no memory for {num_tokens} tokens")
-        uids: list[int] = []
-        token_ids: list[int] = []
+        tokens: dict[int, int] = {}
+        scores: dict[int, ScoredPart] = {}
         for uid, count in scheduled:
             answer = self._answers[uid]
+            if answer.sampler.prompt_logprobs is not None:
+                scores[uid] = _score_prompt(answer, count)
             answer.num_computed_tokens += count
-            if answer.num_computed_tokens == answer.num_tokens:
-                uids.append(uid)
-                token_ids.append(_next_token(answer))
-        seconds = time.perf_counter() - started
+            is_computed = answer.num_computed_tokens == answer.num_tokens
+            if is_computed and not answer.sampler.is_scoring_only:
+                tokens[uid] = _next_token(answer)
         return StepDone(
             step_id=batch.step_id,
-            uids=uids,
-            token_ids=token_ids,
-            timings=WorkerTimings(forward_seconds=seconds),
+            uids=list(tokens),
+            token_ids=list(tokens.values()),
+            logprobs={
+                uid: _score(token, self._answers[uid].sampler.logprobs)
+                for uid, token in tokens.items()
+                if self._answers[uid].sampler.logprobs is not None
+            },
+            prompt_logprobs=scores,
+            timings=WorkerTimings(forward_seconds=time.perf_counter() - started),
         )
 
     def classify_error(self, error: BaseException) -> str:
@@ -106,11 +115,12 @@ def _answer(new: NewRequest) -> _Answer:
     length = 1 + digest[0] % _MAX_ANSWER_TOKENS
     letters = [_ALPHABET[byte % len(_ALPHABET)] + _FIRST_BYTE for byte in digest[1 : 1 + length]]
     return _Answer(
+        prompt_token_ids=new.token_ids[: new.num_prompt_tokens],
         token_ids=[*letters, MOCK_EOS_TOKEN_ID],
         num_output_tokens=len(new.token_ids) - new.num_prompt_tokens,
         num_tokens=len(new.token_ids),
         num_computed_tokens=new.num_computed_tokens,
-        min_tokens=sampler.min_tokens,
+        sampler=sampler,
     )
 
 
@@ -119,8 +129,19 @@ def _next_token(answer: _Answer) -> int:
     index = answer.num_output_tokens
     answer.num_output_tokens += 1
     answer.num_tokens += 1
-    is_early = index < answer.min_tokens
+    is_early = index < answer.sampler.min_tokens
     last = len(answer.token_ids) - 1
     if index < last:
         return answer.token_ids[index]
     return _ALPHABET[-1] + _FIRST_BYTE if is_early else MOCK_EOS_TOKEN_ID
+
+
+def _score_prompt(answer: _Answer, count: int) -> ScoredPart:
+    start = answer.num_computed_tokens + 1
+    token_ids = answer.prompt_token_ids[start : start + count]
+    return ScoredPart(start, [_score(t, answer.sampler.prompt_logprobs) for t in token_ids])
+
+
+def _score(token_id: int, num_top: int | None) -> TokenLogprob:
+    """Call a token certain, as the only one that the rule allows."""
+    return TokenLogprob(token_id, 0.0, 1, ((token_id, 0.0),) if num_top else ())

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import allocate_pool, count_blocks
 from engine.worker.logprobs import score
 from engine.worker.model_input import ModelInput, SlotTable
+from engine.worker.row_check import check_rows
 from engine.worker.runner import Runner
 from engine.worker.sampler import sample
 
@@ -36,6 +38,8 @@ class ModelRunner(Runner):
                 f"dtype {self.dtype} does not run on {self.device}; set engine.dtype to one of "
                 f"{', '.join(self._backend.capabilities.dtypes)}"
             )
+        if config.deterministic:
+            self._backend.row_exact()  # refuses before anything is loaded
         self._group = ParallelGroup.join(
             Rendezvous(
                 folder=Path(start.rendezvous_dir),
@@ -82,10 +86,23 @@ class ModelRunner(Runner):
         )
         self._model.attention.bind_caches(caches)
         self._backend.warm_up(caches[0])
+        if self._config.deterministic:
+            check_rows(
+                self._model,
+                self._backend,
+                block_size=self._config.cache.block_size,
+                num_tokens=min(
+                    num_blocks * self._config.cache.block_size // 2, self._source.max_model_len
+                ),
+            )
 
     @torch.inference_mode()
     def execute(self, batch: ScheduleBatch) -> StepDone:
         """Run one step; only token ids and asked-for log probabilities come back to the host."""
+        with self._backend.row_exact() if self._config.deterministic else nullcontext():
+            return self._execute(batch)
+
+    def _execute(self, batch: ScheduleBatch) -> StepDone:
         started = time.perf_counter()
         step = self._slots.prepare(batch, self._backend.device)
         prepared = time.perf_counter()

@@ -82,7 +82,11 @@ class ModelWorker:
             self._runner.allocate(message.num_blocks)
         except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
             logger.exception("no KV cache")
-            return StartFailed(is_config_error=False, message=f"no KV cache: {error!r}")
+            is_config_error = isinstance(error, ConfigError)
+            return StartFailed(
+                is_config_error=is_config_error,
+                message=str(error) if is_config_error else f"no KV cache: {error!r}",
+            )
         return CacheAllocated(warmup_seconds=time.perf_counter() - started)
 
     def _execute(self, batch: ScheduleBatch) -> StepDone | StepFailed:

@@ -24,6 +24,8 @@ from engine import (
 )
 from engine.backends import load_backend
 from engine.backends.base import AttentionMetadata
+from engine.execution import ExecutionEngine
+from engine.messages import Running, ScheduleBatch
 from engine.models import load_model, prepare_model
 from engine.parallel import ParallelGroup
 from engine.worker.kv_pool import allocate_pool
@@ -185,15 +187,34 @@ def test_rank_that_dies_ends_the_others_and_is_named(rank: int, tmp_path: Path) 
         assert [worker.is_running() for worker in workers] == [False, False]
 
 
+def two_mock_ranks(folder: Path, **runtime: Any) -> EngineConfig:
+    """Return ranks that exchange nothing: enough to see how the main process treats them."""
+    return two_ranks(folder, device="mock", device_ids=[0, 1], runtime=runtime)
+
+
 @pytest.mark.multiprocess
-def test_rank_that_hangs_is_found_by_the_watchdog(tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "model")
-    with OfflineInference(two_ranks(tmp_path, runtime={"watchdog_seconds": 3})) as llm:
+def test_only_the_rank_that_hangs_is_named_by_the_watchdog(tmp_path: Path) -> None:
+    with OfflineInference(two_mock_ranks(tmp_path, watchdog_seconds=2)) as llm:
         workers = [psutil.Process(pid) for pid in llm.worker_pids]
         os.kill(llm.worker_pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"worker ranks 0 .*, 1 .* were silent for 3 s"):
+        with pytest.raises(WorkerError, match=r"worker ranks 1 \(pid \d+\) were silent for 2 s"):
             llm.generate(PROMPTS, GREEDY)
         assert [worker.is_running() for worker in workers] == [False, False]
+
+
+@pytest.mark.multiprocess
+def test_step_that_fails_on_a_rank_is_not_tried_again(tmp_path: Path) -> None:
+    engine = ExecutionEngine(two_mock_ranks(tmp_path))
+    engine.start()
+    try:
+        unknown = Running(uid=99, num_scheduled_tokens=1, new_block_ids=[])
+        engine.submit(
+            ScheduleBatch(step_id=0, new=[], running=[unknown], preempted=[], finished=[])
+        )
+        with pytest.raises(WorkerError, match=r"a step failed in worker \(pid \d+\): KeyError"):
+            engine.collect()
+    finally:
+        engine.stop()
 
 
 @pytest.mark.multiprocess

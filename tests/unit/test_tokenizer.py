@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ChatConfig, EngineConfig
+from engine.detokenizer import IncrementalDecoder
 from engine.errors import ConfigError, RequestError, RequestErrorCode
 from engine.model_source import ModelSource
 from engine.request import GenerateRequest
-from engine.tokenizer import IncrementalDecoder, MockTokenizer, PretrainedTokenizer, Tokenizer
+from engine.tokenizer import MockTokenizer, PretrainedTokenizer, Tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
 _TRAIN = {

@@ -1,0 +1,201 @@
+"""The engine's only loop: schedule -> execute -> update.
+
+It owns the scheduler and the workers, and knows sessions only as where requests come from. It is
+driven by whoever waits for a completion, one thread at a time.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from engine.errors import RequestError, RequestErrorCode, WorkerError, WorkerFailure
+from engine.execution import ExecutionEngine
+from engine.messages import StepDone, StepFailed
+from engine.metrics import Bucket, BucketClock, StatsCollector
+from engine.outbox import Outbox
+from engine.output_processor import OutputProcessor
+from engine.request import FinishReason
+from engine.request_factory import RequestFactory
+from engine.scheduler import Scheduler
+from engine.session import Session
+
+logger = logging.getLogger(__name__)
+# How long an idle loop sleeps before its driver looks around again; arrivals wake it at once.
+_IDLE_SECONDS = 0.1
+
+
+class EngineLoop:
+    """Everything between a turn that is ready and a request that has ended."""
+
+    def __init__(
+        self,
+        execution: ExecutionEngine,
+        scheduler: Scheduler,
+        factory: RequestFactory,
+        processor: OutputProcessor,
+        clock: BucketClock,
+    ) -> None:
+        self.execution = execution
+        self.stats = StatsCollector()
+        self.signal = threading.Event()
+        self._clock = clock
+        self._scheduler = scheduler
+        self._factory = factory
+        self._processor = processor
+        self._outbox = Outbox(processor, self.signal.set)
+
+    def running_request_ids(self) -> tuple[str, ...]:
+        """Return the ids of the requests that own blocks."""
+        return self._scheduler.running_request_ids()
+
+    def close(self) -> None:
+        """Stop the workers after their last step."""
+        self._outbox.close()
+        self.execution.stop()
+
+    def kill(self) -> None:
+        """Stop the workers at once."""
+        self.execution.kill()
+        self._outbox.close()
+
+    def iterate(self, sessions: Sequence[Session]) -> None:
+        """Do one round: take in requests, hand out steps, book the oldest that is back."""
+        self._clock.enter(Bucket.SCHEDULE)
+        self._refill(sessions)
+        self._hand_out()
+        for request in self._scheduler.take_failed():
+            self._outbox.put(request)
+        if self._scheduler.num_in_flight:
+            self._clock.enter(Bucket.WAIT_FOR_DEVICE)
+            reply = self.execution.collect()
+            self._clock.enter(Bucket.PROCESS_OUTPUT)
+            self._book(reply)
+        else:
+            self._clock.enter(Bucket.IDLE)
+            self._outbox.check()
+            self.signal.wait(self._sleep_seconds())
+
+    def drop(self, session: Session) -> None:
+        """Finish the steps in flight, and give up what a session has beside."""
+        while self._scheduler.num_in_flight:
+            self._book(self.execution.collect())
+        uids = self._outbox.requests_of(session)
+        error = RequestError(RequestErrorCode.ABORTED, "the run was stopped")
+        for request in self._scheduler.living_requests():
+            if request.uid in uids:
+                self._scheduler.fail(request, error, FinishReason.ABORT)
+        for request in self._scheduler.take_failed():
+            if request.uid in uids:
+                self._outbox.drop(request)
+            else:
+                self._outbox.put(request)
+        session.abandon()
+
+    def _sleep_seconds(self) -> float:
+        wake_at = self._scheduler.wake_at()
+        if wake_at is None:
+            return _IDLE_SECONDS
+        return min(max(wake_at - time.monotonic(), 0.0), _IDLE_SECONDS)
+
+    def _refill(self, sessions: Sequence[Session]) -> None:
+        """Keep a bounded number of requests waiting, one of each session in turn."""
+        open_sessions = list(sessions)
+        while open_sessions and self._scheduler.has_room:
+            open_sessions = [session for session in open_sessions if self._take_in(session)]
+        is_closed = all(session.intake.is_exhausted for session in sessions)
+        self._scheduler.set_intake_closed(is_closed)
+
+    def _take_in(self, session: Session) -> bool:
+        """Take one turn of a session; return False when it has none now."""
+        turn = session.take()
+        if turn is None:
+            return False
+        requests = self._factory.make(turn)
+        session.add_open(len(requests) - 1)
+        self.stats.num_prompt_tokens += len(turn.token_ids)
+        leader = None
+        for request in requests:
+            self._outbox.register(request, session, turn)
+            if turn.error is not None:
+                self._scheduler.fail(request, turn.error, FinishReason.ERROR)
+            else:
+                self._scheduler.add(request, after=leader)
+            leader = leader or request
+        return True
+
+    def _hand_out(self) -> None:
+        """Schedule and submit as many steps as may be in flight."""
+        scheduler = self._scheduler
+        while scheduler.can_schedule:
+            started = time.perf_counter()
+            step = scheduler.schedule()
+            if step is None:
+                return
+            self.stats.step_scheduled(
+                step_id=step.batch.step_id,
+                num_prefill_tokens=step.num_prefill_tokens,
+                num_decode_tokens=step.num_decode_tokens,
+                num_preempted=step.num_preempted,
+                num_waiting=scheduler.num_waiting,
+                num_running=scheduler.num_running,
+                num_free_blocks=scheduler.num_free_blocks,
+                schedule_seconds=time.perf_counter() - started,
+            )
+            self.execution.submit(step.batch)
+
+    def _book(self, reply: StepDone | StepFailed) -> None:
+        """Take in a step that is back, and hand over the requests that ended with it."""
+        if isinstance(reply, StepFailed):
+            self._recover(reply)
+            return
+        updates = self._scheduler.update(reply)
+        for update in updates:
+            request = update.request
+            token_id = update.token_id
+            is_stopped = token_id is not None and self._processor.push(request, token_id)
+            if is_stopped and not request.state.is_terminal:
+                self._scheduler.finish(request, FinishReason.STOP)
+            if request.state.is_terminal:
+                self.stats.num_cached_tokens += request.num_cached_tokens
+                self._outbox.put(request)
+        timings = reply.timings
+        stats = self.stats.step_done(
+            num_sampled_tokens=sum(update.token_id is not None for update in updates),
+            worker_prepare_seconds=timings.prepare_seconds,
+            worker_forward_seconds=timings.forward_seconds,
+            worker_sample_seconds=timings.sample_seconds,
+        )
+        logger.debug("step %s", stats)
+
+    def _recover(self, failed: StepFailed) -> None:
+        """Undo a step for which the device had no memory, and go on with smaller ones.
+
+        Raises:
+            WorkerError: it failed for another reason, or cannot be made smaller.
+        """
+        if failed.kind != WorkerFailure.OUT_OF_MEMORY:
+            raise WorkerError(
+                f"a step failed on the device: {failed.message}", failure=WorkerFailure(failed.kind)
+            )
+        num_tokens = self._scheduler.roll_back()
+        self.stats.step_failed()
+        while self._scheduler.num_in_flight:
+            reply = self.execution.collect()
+            if isinstance(reply, StepFailed):
+                self._scheduler.roll_back()
+                self.stats.step_failed()
+            else:
+                self._book(reply)
+        if num_tokens <= 1:
+            raise WorkerError(
+                "the device has no memory for a step of one token; lower "
+                "engine.cache.memory_fraction",
+                failure=WorkerFailure.OUT_OF_MEMORY,
+            )
+        self._scheduler.token_limit = max(num_tokens // 2, 1)
+        logger.warning(
+            "out of memory in a step of %d tokens; going on with at most %d tokens a step",
+            num_tokens,
+            self._scheduler.token_limit,
+        )
