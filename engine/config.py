@@ -68,7 +68,7 @@ class SchedulerConfig(Section):
         default=None, ge=1, description="Most requests of that lane that run at a time."
     )
     num_steps_in_flight: Literal[1, 2] = Field(
-        default=1, description="2 schedules the next step while the device runs this one."
+        default=2, description="2 schedules the next step while the device runs this one."
     )
 
     def is_long(self, num_prompt_tokens: int) -> bool:

@@ -23,6 +23,7 @@ from engine.session import Session
 logger = logging.getLogger(__name__)
 # How long an idle loop sleeps before its driver looks around again; arrivals wake it at once.
 _IDLE_SECONDS = 0.1
+_SHOWN_IDS = 20
 
 
 class EngineLoop:
@@ -68,7 +69,7 @@ class EngineLoop:
             self._outbox.put(request)
         if self._scheduler.num_in_flight:
             self._clock.enter(Bucket.WAIT_FOR_DEVICE)
-            reply = self.execution.collect()
+            reply = self._collect()
             self._clock.enter(Bucket.PROCESS_OUTPUT)
             self._book(reply)
         else:
@@ -79,7 +80,7 @@ class EngineLoop:
     def drop(self, session: Session) -> None:
         """Finish the steps in flight, and give up what a session has beside."""
         while self._scheduler.num_in_flight:
-            self._book(self.execution.collect())
+            self._book(self._collect())
         uids = self._outbox.requests_of(session)
         error = RequestError(RequestErrorCode.ABORTED, "the run was stopped")
         for request in self._scheduler.living_requests():
@@ -111,7 +112,7 @@ class EngineLoop:
         turn = session.take()
         if turn is None:
             return False
-        requests = self._factory.make(turn)
+        requests = self._factory.make(turn, deadline=session.deadline)
         session.add_open(len(requests) - 1)
         self.stats.num_prompt_tokens += len(turn.token_ids)
         leader = None
@@ -143,6 +144,29 @@ class EngineLoop:
                 schedule_seconds=time.perf_counter() - started,
             )
             self.execution.submit(step.batch)
+
+    def _collect(self) -> StepDone | StepFailed:
+        """Wait for the oldest step; what goes wrong is told with the state of the queues."""
+        expected = self._scheduler.oldest_step_id
+        try:
+            reply = self.execution.collect()
+        except WorkerError as error:
+            raise self._with_state(str(error), error.failure) from error
+        if reply.step_id != expected:
+            lost = f"the answer to step {expected} was lost: that to {reply.step_id} came instead"
+            raise self._with_state(lost, WorkerFailure.OTHER)
+        return reply
+
+    def _with_state(self, message: str, failure: WorkerFailure) -> WorkerError:
+        scheduler = self._scheduler
+        request_ids = scheduler.running_request_ids()
+        return WorkerError(
+            f"{message}\nwaiting={scheduler.num_waiting} running={scheduler.num_running} "
+            f"steps_in_flight={scheduler.num_in_flight} free_blocks={scheduler.num_free_blocks} "
+            f"running ids: {', '.join(request_ids[:_SHOWN_IDS])}",
+            failure=failure,
+            request_ids=request_ids,
+        )
 
     def _book(self, reply: StepDone | StepFailed) -> None:
         """Take in a step that is back, and hand over the requests that ended with it."""
@@ -181,7 +205,7 @@ class EngineLoop:
         num_tokens = self._scheduler.roll_back()
         self.stats.step_failed()
         while self._scheduler.num_in_flight:
-            reply = self.execution.collect()
+            reply = self._collect()
             if isinstance(reply, StepFailed):
                 self._scheduler.roll_back()
                 self.stats.step_failed()

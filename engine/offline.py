@@ -6,6 +6,7 @@ for all sessions.
 
 import logging
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,20 +142,25 @@ class OfflineInference:
         return sorted(self.run(marked), key=lambda c: (order[c.request_id], c.sample_index))
 
     def run(
-        self, requests: Iterable[GenerateRequest], *, stop: threading.Event | None = None
+        self,
+        requests: Iterable[GenerateRequest],
+        *,
+        stop: threading.Event | None = None,
+        timeout_seconds: float | None = None,
     ) -> Generator[Completion, None, None]:
         """Answer a stream of requests, yielding each completion as it finishes.
 
         Requests are read ahead, in a thread of their own and only so far, so the iterable may be
         endless. When `stop` is set, the steps in flight are finished, what they complete is
         yielded, and the rest is dropped without a completion; closing the generator early drops
-        that too.
+        that too. After timeout_seconds, whatever is not finished ends with finish_reason timeout.
 
         Raises:
             WorkerError: a worker died, hangs, or failed a step; the engine cannot go on.
         """
         self._open_loop()
-        session = self._open_session(iter(requests))
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        session = self._open_session(iter(requests), deadline)
         try:
             yield from self._serve(session, stop or threading.Event())
         finally:
@@ -171,14 +177,14 @@ class OfflineInference:
 
     # Sessions.
 
-    def _open_session(self, source: Iterator[GenerateRequest]) -> Session:
+    def _open_session(self, source: Iterator[GenerateRequest], deadline: float | None) -> Session:
         intake = Intake(
             source,
             self._encode,
             depth=self.config.scheduler.max_waiting_requests,
             on_arrival=self._open_loop().signal.set,
         )
-        session = Session(intake, self._encode)
+        session = Session(intake, self._encode, deadline)
         with self._drive_lock:
             self._sessions.append(session)
         return session
@@ -213,7 +219,6 @@ class OfflineInference:
             try:
                 yield loop
             except WorkerError as error:
-                error.request_ids = loop.running_request_ids()
                 self._abandon(error)
                 raise
             except (Exception, GeneratorExit):

@@ -22,14 +22,19 @@ class RequestFactory:
         # Of requests that bring no seed; a job always brings one.
         self._seed = secrets.randbits(63)
 
-    def make(self, turn: Turn) -> list[InferRequest]:
-        """Return the requests of a turn, the first sample first."""
-        samples: Iterable[int] = (
-            range(turn.request.sampling_params.n)
-            if turn.sample_index is None
-            else (turn.sample_index,)
-        )
-        return [self._make_sample(turn, sample_index) for sample_index in samples]
+    def make(self, turn: Turn, *, deadline: float | None = None) -> list[InferRequest]:
+        """Return the requests of a turn, the first sample first; one when it cannot run.
+
+        deadline is that of the whole run; a request's own may come earlier.
+        """
+        timeout = turn.request.timeout_seconds
+        deadlines = [
+            moment
+            for moment in (deadline, None if timeout is None else time.monotonic() + timeout)
+            if moment is not None
+        ]
+        earliest = min(deadlines, default=None)
+        return [self._make_sample(turn, index, earliest) for index in _samples_of(turn)]
 
     def check_length(self, num_tokens: int, max_tokens: int) -> None:
         """Refuse a prompt that leaves no room for an answer.
@@ -45,9 +50,9 @@ class RequestFactory:
                 "fit the model (max_model_len); shorten it",
             )
 
-    def _make_sample(self, turn: Turn, sample_index: int) -> InferRequest:
+    def _make_sample(self, turn: Turn, sample_index: int, deadline: float | None) -> InferRequest:
         request, params = turn.request, turn.request.sampling_params
-        key, timeout = request.sampling_key, request.timeout_seconds
+        key = request.sampling_key
         eos_token_ids = () if params.ignore_eos else self._source.eos_token_ids
         num_prompt = len(turn.token_ids)
         bad_words = params.bad_words if turn.error is None else ()
@@ -62,7 +67,13 @@ class RequestFactory:
             sampling_key=sampling_key_of(request.request_id) if key is None else key,
             sample_index=sample_index,
             priority=request.priority,
-            deadline=None if timeout is None else time.monotonic() + timeout,
+            deadline=deadline,
             bad_words_token_ids=self._tokenizer.bad_words_token_ids(bad_words),
             is_truncated=turn.is_truncated,
         )
+
+
+def _samples_of(turn: Turn) -> Iterable[int]:
+    if turn.sample_index is not None:
+        return (turn.sample_index,)
+    return range(1 if turn.error is not None else turn.request.sampling_params.n)

@@ -38,8 +38,9 @@ class Turn:
 class Session:
     """Keeps count of a run's requests; it is finished when every one has its completion."""
 
-    def __init__(self, intake: Intake, encode: Encode) -> None:
+    def __init__(self, intake: Intake, encode: Encode, deadline: float | None = None) -> None:
         self.intake = intake
+        self.deadline = deadline
         self._encode = encode
         self._lock = threading.Lock()
         self._ready: deque[Turn] = deque()

@@ -7,10 +7,12 @@ wrongly, freed early or written by two changes the answer.
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.cache_manager import CacheManager
 from engine.config import CacheConfig, SchedulerConfig
-from engine.messages import ScheduleBatch, StepDone, WorkerTimings
+from engine.logprobs import ScoredPart, TokenLogprob
+from engine.messages import SamplerSpec, ScheduleBatch, StepDone, WorkerTimings
 from engine.request import InferRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, TokenUpdate
@@ -28,6 +30,7 @@ def infer_request(
     stop_token_ids: frozenset[int] = frozenset(),
     priority: int = 0,
     deadline: float | None = None,
+    prompt_logprobs: int | None = None,
 ) -> InferRequest:
     """Return a request that waits, with three tokens of prompt unless others are given."""
     token_ids = [1, 2, 3] if prompt is None else prompt
@@ -35,7 +38,7 @@ def infer_request(
         uid=uid,
         request_id=f"request-{uid}",
         prompt_token_ids=list(token_ids),
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
         stop_token_ids=stop_token_ids,
         max_total_tokens=len(token_ids) + max_tokens,
         seed=0,
@@ -59,6 +62,19 @@ def answer_of(request: InferRequest) -> list[int]:
     return tokens
 
 
+def scores_of(request: InferRequest) -> list[TokenLogprob]:
+    """Return the scores that its prompt gets when it is alone on a machine without limits."""
+    state, scores = 0, []
+    for token, scored in pairwise(request.prompt_token_ids):
+        state = _mix(state, token)
+        scores.append(_score(state, scored))
+    return scores
+
+
+def _score(state: int, token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float(state % 997), 1)
+
+
 def _mix(state: int, token: int) -> int:
     return (state * 1_000_003 + token + 1) % _MODULUS
 
@@ -72,6 +88,8 @@ class _Slot:
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
+    num_prompt_tokens: int
+    sampler: SamplerSpec
 
 
 @dataclass(slots=True)
@@ -95,16 +113,21 @@ class CheckingWorker:
         assert min(counts) > 0
         assert sum(counts) <= self.config.max_num_batched_tokens
         self._check_blocks(scheduled)
-        sampled = {
-            uid: token
-            for uid, count in scheduled.items()
-            if (token := self._compute(self.slots[uid], count)) is not None
-        }
+        sampled: dict[int, int] = {}
+        scores: dict[int, ScoredPart] = {}
+        for uid, count in scheduled.items():
+            first = self.slots[uid].num_computed_tokens
+            token = self._compute(self.slots[uid], count)
+            if token is not None:
+                sampled[uid] = token
+            if self.slots[uid].sampler.prompt_logprobs is not None:
+                scores[uid] = self._score(self.slots[uid], first)
         self.outputs.append(
             StepDone(
                 step_id=batch.step_id,
                 uids=list(sampled),
                 token_ids=list(sampled.values()),
+                prompt_logprobs=scores,
                 timings=WorkerTimings(),
             )
         )
@@ -129,6 +152,8 @@ class CheckingWorker:
                 token_ids=list(new.token_ids),
                 num_computed_tokens=new.num_computed_tokens,
                 block_ids=list(new.block_ids),
+                num_prompt_tokens=new.num_prompt_tokens,
+                sampler=new.sampler,
             )
         items = [*batch.running, *batch.new]
         scheduled = {item.uid: item.num_scheduled_tokens for item in items}
@@ -165,11 +190,20 @@ class CheckingWorker:
             state = self.memory[self._address(slot, position - 1)] if position else 0
             self.memory[self._address(slot, position)] = _mix(state, slot.token_ids[position])
             slot.num_computed_tokens += 1
-        if slot.num_computed_tokens < len(slot.token_ids):
+        if slot.num_computed_tokens < len(slot.token_ids) or slot.sampler.is_scoring_only:
             return None
         token = _token(self.memory[self._address(slot, slot.num_computed_tokens - 1)])
         slot.token_ids.append(token)
         return token
+
+    def _score(self, slot: _Slot, first: int) -> ScoredPart:
+        """Score the prompt's tokens after those that were just computed, from `first` on."""
+        last = min(slot.num_computed_tokens, slot.num_prompt_tokens - 1)
+        scores = [
+            _score(self.memory[self._address(slot, position)], slot.token_ids[position + 1])
+            for position in range(first, last)
+        ]
+        return ScoredPart(first + 1, scores)
 
     def _address(self, slot: _Slot, position: int) -> int:
         block_id = slot.block_ids[position // self.block_size]

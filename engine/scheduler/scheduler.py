@@ -92,6 +92,11 @@ class Scheduler:
         return bool(self.num_waiting or self._running or self._in_flight)
 
     @property
+    def oldest_step_id(self) -> int:
+        """Number of the step whose result is due next; one must be in flight."""
+        return self._in_flight[0].batch.step_id
+
+    @property
     def can_schedule(self) -> bool:
         """True when another step may be handed out."""
         return len(self._in_flight) < self._config.num_steps_in_flight

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from engine_builders import infer_request
+from engine_builders import infer_request, scores_of
 
 from engine.cache_manager import CacheManager
 from engine.config import CacheConfig
+from engine.logprobs import ScoredPart
 from engine.request import InferRequest
 
 
@@ -47,6 +48,32 @@ def test_growth_gives_new_blocks_only_when_a_border_is_crossed() -> None:
     assert request.block_ids[1:] == new
     assert len(new) == 2
     cache.check_integrity([request])
+
+
+def test_a_prompt_that_is_to_be_scored_uses_no_hits_but_leaves_its_blocks_to_others() -> None:
+    cache = make_cache()
+    run_to_the_end(cache, infer_request(0, [1] * 9))
+    scored = infer_request(1, [1] * 9, prompt_logprobs=0)
+    assert cache.try_admit(scored, 9)
+    assert scored.num_computed_tokens == 0
+    cache.publish(scored, 9)
+    cache.check_integrity([scored])
+    cache.free(scored)
+    run_to_the_end(cache, infer_request(2, [2] * 29))  # whatever was cached before is evicted
+    scored = infer_request(3, [3] * 9, prompt_logprobs=0)
+    run_to_the_end(cache, scored)
+    plain = infer_request(4, [3] * 9)
+    assert cache.try_admit(plain, 9)
+    assert plain.num_computed_tokens == 8
+
+
+def test_a_prompt_whose_scores_are_complete_uses_hits_again() -> None:
+    cache = make_cache()
+    request = infer_request(0, [1] * 9, prompt_logprobs=0)
+    run_to_the_end(cache, request)
+    request.add_scores(ScoredPart(1, scores_of(request)))
+    assert cache.try_admit(request, 9)
+    assert request.num_computed_tokens == 8
 
 
 def test_growth_that_fails_changes_nothing() -> None:

@@ -1,11 +1,13 @@
 """What crosses the process wall arrives as it was sent."""
 
+import math
 from typing import get_args
 
 import msgspec
 import pytest
 
 from engine import messages
+from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import (
     AllocateCache,
     CacheAllocated,
@@ -34,6 +36,14 @@ SAMPLER = SamplerSpec(
     sample_index=3,
     min_tokens=2,
     forbidden_token_ids=(0, 2),
+    presence_penalty=-2.0,
+    frequency_penalty=0.5,
+    repetition_penalty=1.25,
+    logit_bias={0: -100.0, 2**31 - 1: 5.5},
+    bad_words=((5,), (6, 7)),
+    logprobs=0,
+    prompt_logprobs=3,
+    is_scoring_only=True,
 )
 NEW = NewRequest(
     uid=7,
@@ -67,7 +77,14 @@ TO_WORKER: list[ToWorker] = [
 FROM_WORKER: list[FromWorker] = [
     WorkerReady(num_blocks=5, device="cpu (2 threads)", dtype="float32", load_seconds=1.5, pid=42),
     CacheAllocated(warmup_seconds=0.1),
-    StepDone(step_id=3, uids=[1, 7], token_ids=[11, 0], timings=WorkerTimings(forward_seconds=0.5)),
+    StepDone(
+        step_id=3,
+        uids=[1, 7],
+        token_ids=[11, 0],
+        timings=WorkerTimings(forward_seconds=0.5),
+        logprobs={7: TokenLogprob(0, float("-inf"), 400, ((11, -0.25), (5, float("-inf"))))},
+        prompt_logprobs={2**40: ScoredPart(1, [TokenLogprob(3, -1.5, 2)])},
+    ),
     StepFailed(step_id=3, kind="out_of_memory", message="no\u2028room \ufffd"),
     StartFailed(is_config_error=True, message="no model"),
 ]
@@ -102,3 +119,22 @@ def test_a_decode_step_of_many_requests_is_small() -> None:
     running = [Running(uid=i, num_scheduled_tokens=1, new_block_ids=[]) for i in range(256)]
     batch = ScheduleBatch(step_id=1, new=[], running=running, preempted=[], finished=[])
     assert len(messages.encode(batch)) < 8 * len(running)
+
+
+def test_a_logprob_that_is_no_number_arrives_as_one() -> None:
+    score = TokenLogprob(3, float("nan"), 1)
+    done = StepDone(
+        step_id=1, uids=[0], token_ids=[3], timings=WorkerTimings(), logprobs={0: score}
+    )
+    arrived = messages.decode_from_worker(messages.encode(done))
+    assert isinstance(arrived, StepDone)
+    assert math.isnan(arrived.logprobs[0].logprob)
+
+
+def test_what_a_plain_request_does_not_ask_for_takes_no_room() -> None:
+    plain = SamplerSpec(
+        temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=1, sampling_key=2, sample_index=0
+    )
+    assert b"penalty" not in msgspec.msgpack.encode(plain)
+    done = StepDone(step_id=1, uids=[], token_ids=[], timings=WorkerTimings())
+    assert b"logprobs" not in messages.encode(done)

@@ -219,3 +219,27 @@ def test_row_that_is_late_times_out_alone() -> None:
         late, good = llm.generate([request("late", timeout_seconds=1e-6), request("good")])
     assert late.finish_reason is FinishReason.TIMEOUT
     assert good.error is None
+
+
+def test_run_that_is_late_ends_every_row_that_is_left() -> None:
+    with OfflineInference(mock_config(runtime={"mock_step_seconds": 0.01})) as llm:
+        rows = (request(f"row {number}") for number in range(300))
+        done = list(llm.run(rows, timeout_seconds=0.2))
+    assert len({completion.request_id for completion in done}) == 300
+    reasons = {completion.finish_reason for completion in done}
+    assert FinishReason.TIMEOUT in reasons
+    assert FinishReason.ERROR not in reasons
+
+
+def test_every_sample_of_a_prompt_has_its_own_text_and_shares_the_prompts_blocks() -> None:
+    params = SamplingParams(temperature=1, max_tokens=40, seed=7, n=3)
+    prompt = "a prompt that is longer than one block of the cache"
+    with OfflineInference(mock_config()) as llm:
+        done = llm.generate([prompt, ""], params)
+        again = llm.generate([prompt, ""], params)
+    assert [(c.request_id, c.sample_index) for c in done] == [
+        ("0", 0), ("0", 1), ("0", 2), ("1", 0),
+    ]  # fmt: skip
+    assert len({completion.text for completion in done[:3]}) == 3
+    assert [c.num_cached_tokens > 0 for c in done[:3]] == [False, True, True]
+    assert [c.text for c in done] == [c.text for c in again]

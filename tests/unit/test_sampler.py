@@ -46,14 +46,11 @@ def reference(logits: list[float], **fields: Any) -> np.ndarray:
     values = np.array(logits, np.float64) / asked.temperature
     probabilities = np.exp(values - values.max())
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    kept = order[: asked.top_k or len(order)]
+    likely = [token for token in order if probabilities[token] >= asked.min_p]
+    kept = likely[: asked.top_k or len(order)]
     mass = probabilities[kept] / probabilities[kept].sum()
     before = np.concatenate([[0.0], np.cumsum(mass)[:-1]])
-    kept = [
-        token
-        for token, p, before_it in zip(kept, mass, before, strict=True)
-        if before_it < asked.top_p and p >= asked.min_p * mass[0]
-    ]
+    kept = [token for token, b in zip(kept, before, strict=True) if b < asked.top_p]
     result = np.zeros(len(values))
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result

@@ -79,7 +79,7 @@ interruptions = st.lists(
 
 
 def _fits(rig: Rig, request: InferRequest) -> bool:
-    return rig.cache.can_ever_fit(request.max_total_tokens - 1)
+    return rig.cache.can_ever_fit(request.max_written_tokens)
 
 
 @settings(deadline=None, max_examples=120)
@@ -96,7 +96,9 @@ def test_every_request_ends_with_the_tokens_of_a_machine_without_limits(
             continue
         assert request.state is RequestState.DONE
         assert request.output_token_ids == answer_of(request)
-        is_stopped = request.output_token_ids[-1] in request.stop_token_ids
+        if request.params.prompt_logprobs is not None:
+            assert request.prompt_logprobs == scores_of(request)
+        is_stopped = bool(request.stop_token_ids.intersection(request.output_token_ids[-1:]))
         assert request.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         if rig.config.kv_reservation == "full":
             assert request.num_preemptions == 0
