@@ -53,19 +53,21 @@ class CacheManager:
         """Return True when an empty pool has room for this many tokens."""
         return self.blocks_for(num_tokens) <= self._pool.num_blocks
 
-    def try_admit(self, request: InferRequest, num_tokens: int) -> bool:
+    def try_admit(
+        self, request: InferRequest, num_tokens: int, *, num_spare_blocks: int = 0
+    ) -> bool:
         """Give a waiting request its cached prefix and blocks up to `num_tokens` tokens.
 
         On success the request's num_computed_tokens is the length of the cached prefix. At least
         one token is always left to compute, since its logits are needed; and all of a prompt that
-        is to be scored.
+        is to be scored. num_spare_blocks must stay free afterwards.
         """
         assert not request.block_ids
         cached = self._find_prefix(request)
         wanted = self.blocks_for(num_tokens) - len(cached)
         # Cached blocks that nobody holds count as free; holding them uses them up.
         idle = sum(1 for block_id in cached if not self._pool.is_held(block_id))
-        if wanted > self._pool.num_free - idle:
+        if wanted > self._pool.num_free - idle - num_spare_blocks:
             return False
         for block_id in cached:
             self._pool.hold(block_id)

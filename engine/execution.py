@@ -126,7 +126,8 @@ class ExecutionEngine:
             )
         ready = self._expect_all(WorkerReady)
         num_blocks = min(reply.num_blocks for reply in ready)
-        self.device, self.dtype = ready[0].device, ready[0].dtype
+        self.device = ", ".join(dict.fromkeys(reply.device for reply in ready))
+        self.dtype = ready[0].dtype
         self.load_seconds = max(reply.load_seconds for reply in ready)
         for worker in self._workers:
             worker.send(AllocateCache(num_blocks=num_blocks))

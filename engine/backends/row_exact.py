@@ -80,29 +80,31 @@ class RowExactMode(TorchFunctionMode):
             return func(torch.cat([args[0], args[0]]), *args[1:], **options)[:1]
         return func(*args, **options)
 
+    # The arguments are called as torch calls them, for models may do so too.
+
     def _linear(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._multiply(rows, weight.t(), bias)
+        return self._multiply(input, weight.t(), bias)
 
-    def _matmul(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _matmul(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         # A sum of one product, as rotary embeddings make it, is exact.
-        if weight.dim() != 2 or rows.dim() < 2 or rows.shape[-1] == 1:
-            return torch.matmul(rows, weight)
-        return self._multiply(rows, weight, None)
+        if other.dim() != 2 or input.dim() < 2 or input.shape[-1] == 1:
+            return torch.matmul(input, other)
+        return self._multiply(input, other, None)
 
-    def _addmm(self, bias: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._multiply(rows, weight, bias)
+    def _addmm(self, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+        return self._multiply(mat1, mat2, input)
 
     def _grouped_mm(
-        self, rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_kwargs: Any
+        self, input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor, **_kwargs: Any
     ) -> torch.Tensor:
         """Multiply the rows of each expert, which end at `offs`, with that expert's weights."""
         borders = pairwise([0, *offs.tolist()])
         return torch.cat(
             [
-                self._multiply(rows[start:end], weight, None)
-                for weight, (start, end) in zip(weights, borders, strict=True)
+                self._multiply(input[start:end], weight, None)
+                for weight, (start, end) in zip(mat2, borders, strict=True)
             ]
         )
 
@@ -174,9 +176,11 @@ def _agreeing_sizes(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[in
 
 
 def _on_whole_vectors(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    values = args[0]
-    is_square = args[1:] == (2,)  # one product, which is rounded alike everywhere
-    if not isinstance(values, torch.Tensor) or is_square:
+    values, *others = args
+    is_alone = not any(isinstance(other, torch.Tensor) for other in others)
+    is_handled = isinstance(values, torch.Tensor) and values.numel() > 0 and is_alone
+    # Of the powers, a square is one product, which is rounded alike everywhere.
+    if not is_handled or others == [2]:
         return func(*args, **options)
     flat = values.reshape(-1)
     pieces = []

@@ -72,17 +72,17 @@ def load_model(
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    module: Any
     try:
         if group.world_size > 1:
             check_plan(AutoConfig.from_pretrained(path, **options), path)
         # Each rank reads the whole state and keeps its part. A Slice is known from shapes alone,
         # so a reader of safetensors may take them from the file instead.
-        module, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch_dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path}: the model cannot be loaded: {error}") from error
+    module, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers would draw them at random, and every answer would be noise.
         raise ConfigError(

@@ -36,12 +36,7 @@ from engine.parallel import ParallelGroup
 
 logger = logging.getLogger(__name__)
 # Styles that change nothing when there is no gradient, and nothing is a DTensor.
-_REPLICATED = (
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-    "local_params",
-)
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
 # The child by which an attention module is known, and by which its heads are split.
 _KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "query_key_value", "qkv_proj")
 _QUERY_PROJECTIONS = ("q_proj", "q_b_proj", "query_key_value")
@@ -280,10 +275,8 @@ class _Splitter:
         )
         if num_kept > _MOSTLY_WHOLE * num_whole:
             logger.warning(
-                "the plan of %s splits little: each of %d ranks holds %.0f%% of the weights and "
-                "does as much of the work",
+                "the plan of %s splits little: each rank holds %.0f%% of the weights",
                 type(self._model).__name__,
-                count,
                 100 * num_kept / num_whole,
             )
 

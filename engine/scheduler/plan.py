@@ -43,6 +43,7 @@ class StepPlan:
 
     budget: int
     entries: dict[int, Entry] = field(default_factory=dict)
+    held_back: set[int] = field(default_factory=set)
     is_short_of_blocks: bool = False
 
     def schedule(self, request: InferRequest, count: int, new_block_ids: list[int]) -> None:
@@ -57,6 +58,11 @@ class StepPlan:
         entry.num_scheduled_tokens += count
         entry.new_block_ids.extend(new_block_ids)
         self.budget -= count
+
+    def hold_back(self, request: InferRequest) -> None:
+        """Keep a request out of this step, so that it can be preempted when the last is back."""
+        self.preempt(request)
+        self.held_back.add(request.uid)
 
     def preempt(self, request: InferRequest) -> None:
         """Take a request out of this step, since blocks ran out."""

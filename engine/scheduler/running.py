@@ -36,10 +36,8 @@ class RunningSet:
         if self._requests.pop(request.uid, None) is not None:
             self._num_long -= self._config.is_long(request.num_prompt_tokens)
 
-    def choose_victim(self) -> InferRequest | None:
-        """Pick the least computed request of the lowest priority: the least work is lost.
-
-        Nobody is preempted while one of its steps is in flight; None when that is true of all.
-        """
-        quiet = (r for r in self._requests.values() if r.num_inflight_steps == 0)
-        return max(quiet, key=lambda r: (r.priority, -r.num_computed_tokens, r.uid), default=None)
+    def choose_victim(self) -> InferRequest:
+        """Pick the least computed request of the lowest priority: the least work is lost."""
+        return max(
+            self._requests.values(), key=lambda r: (r.priority, -r.num_computed_tokens, r.uid)
+        )

@@ -241,7 +241,7 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan) -> None:
         """Give every running request its next tokens, preempting when blocks run out."""
         for request in list(self._running):
-            if request.state is not RequestState.RUNNING:
+            if request.state is not RequestState.RUNNING or request.uid in plan.held_back:
                 continue
             if request.num_pending_tokens and request.is_out_of_budget:
                 continue  # its last token is in flight
@@ -258,8 +258,9 @@ class Scheduler:
         target = request.num_computed_tokens + count
         while (new_blocks := self._cache.try_grow(request, target)) is None:
             victim = self._running.choose_victim()
-            if victim is None:
-                return  # everyone has a step in flight: their blocks may come back
+            if victim.num_inflight_steps:
+                plan.hold_back(victim)  # its step must come back before its blocks can
+                return
             self._preempt(plan, victim)
             if victim is request:
                 return
@@ -295,9 +296,12 @@ class Scheduler:
         """
         if len(self._running) >= self._config.max_num_seqs:
             return False
-        is_full = self._config.kv_reservation == "full"
-        num_tokens = request.max_written_tokens if is_full else request.num_known_tokens
-        if not self._cache.try_admit(request, num_tokens):
+        if self._config.kv_reservation == "full":
+            num_tokens, num_spare = request.max_written_tokens, 0
+        else:
+            # A block for each who runs: else the newcomer is preempted as soon as they grow.
+            num_tokens, num_spare = request.num_known_tokens, len(self._running)
+        if not self._cache.try_admit(request, num_tokens, num_spare_blocks=num_spare):
             return False
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens

@@ -131,8 +131,8 @@ class ModelRunner(Runner):
     ) -> tuple[list[int], dict[int, TokenLogprob]]:
         """Return the tokens that rank 0 drew, and there their log probabilities by uid.
 
-        Equal logits and numbers would give every rank the same, but rounding may differ between
-        machines of one kind, and ranks that disagree on a token never agree again.
+        The others do not draw: a plan may leave the last layer whole, and where each rank computes
+        logits for itself, one that rounds otherwise would disagree on a token, and ever after.
         """
         slots = step.sampling
         if not slots:

@@ -42,7 +42,7 @@ def test_family_gives_the_tokens_of_transformers_in_every_schedule(
     chunked = run(tmp_path, PROMPTS, scheduler={"max_num_batched_tokens": 9, "max_num_seqs": 4})
     assert tokens(chunked) == expected
 
-    few_blocks = {"block_size": 4, "num_blocks": 22, "enable_prefix_caching": False}
+    few_blocks = {"block_size": 4, "num_blocks": 24, "enable_prefix_caching": False}
     preempted = run(tmp_path, PROMPTS, cache=few_blocks)
     assert tokens(preempted) == expected
     assert sum(completion.num_preemptions for completion in preempted) > 0

@@ -166,7 +166,7 @@ def test_two_ranks_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     with OfflineInference(alone) as llm:
         drawn = tokens(llm.generate(PROMPTS, DRAWN))
 
-    chunked = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
+    chunked = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "num_steps_in_flight": 2}
     with OfflineInference(two_ranks(tmp_path, scheduler=chunked)) as llm:
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
         assert tokens(llm.generate(PROMPTS, DRAWN)) == drawn

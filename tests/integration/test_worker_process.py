@@ -78,7 +78,7 @@ def test_a_killed_worker_is_an_error_that_names_log_and_rows_and_the_engine_can_
     log = re.search(rf"its log ({re.escape(str(tmp_path))}\S+) ends with", str(error))
     assert log is not None
     assert Path(log[1]).is_file()
-    with pytest.raises(ConfigError, match="not open"):
+    with pytest.raises(WorkerError, match="failed while another run"):
         next(llm.run(rows(1)))
     with llm:
         assert len(llm.generate(rows(3))) == 3

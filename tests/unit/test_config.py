@@ -71,6 +71,8 @@ class TestWrongFields:
             ({"sampling__temprature": 3}, "sampling.temprature: no such key; did you mean temperature?"),
             ({"engine__scheduler__max_num_seq": 3}, "did you mean max_num_seqs?"),
             ({"engine__model": "x"}, "engine.model: no such key; did you mean model_path?"),
+            ({"engine__tp": 2}, "engine.tp: no such key; did you mean tensor_parallel_size?"),
+            ({"input": "x"}, "input: no such key; did you mean sources?"),
             ({"num_shards": 3}, "num_shards: no such key; did you mean shards?"),
             ({"sources": [{"path": "x", "colums": {}}]}, "sources.0.colums: no such key; did you mean columns?"),
             ({"sources": [{"path": "x", "columns": {"ids": "x"}}]}, "did you mean id?"),

@@ -177,6 +177,15 @@ class TestResume:
         run_job(undisturbed)
         assert output_of(stopped) == output_of(undisturbed)
 
+    def test_a_seed_that_is_left_out_is_drawn_for_each_job(
+        self, ledger: Ledger, tmp_path: Path
+    ) -> None:
+        write_rows(tmp_path / "rows.jsonl", questions(1))
+        for job_id in ("job-1", "job-2"):
+            with JobRun.open(make_job(tmp_path, job_id=job_id, seed=None)):
+                pass
+        assert ledger.get_job("job-1").seed != ledger.get_job("job-2").seed
+
     def test_a_finished_job_writes_its_output_again_and_asks_nothing(
         self, ledger: Ledger, tmp_path: Path
     ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RequestError, RequestErrorCode
+from engine.logprobs import ScoredPart, TokenLogprob
 from engine.output_processor import OutputProcessor
 from engine.request import Completion, FinishReason, InferRequest, RequestState
 from engine.sampling_params import SamplingParams
@@ -46,11 +47,14 @@ def answer(
     tokenizer: PretrainedTokenizer,
     token_ids: list[int],
     reason: FinishReason = FinishReason.LENGTH,
+    *,
+    stops_at: int | None = None,
     **sampling: Any,
 ) -> Completion:
     """Push tokens until a stop string ends the request, as the loop does, and complete it."""
     processor = OutputProcessor(tokenizer)
     request = request_of(**sampling)
+    request.stop_token_ids = frozenset() if stops_at is None else frozenset({stops_at})
     for token in token_ids:
         request.output_token_ids.append(token)
         if processor.push(request, token):
@@ -161,6 +165,79 @@ def test_a_text_is_cut_where_searching_the_whole_text_would_cut_it(
     is_stopped = any(word in text for word in stop)
     assert completion.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
     assert completion.text == (text[: min(found)] if is_stopped else text)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("DE", "Here is the English alphabet: ABCDE"),
+        ("H", "H"),
+        (["FG", "CD", "zz"], "Here is the English alphabet: ABCD"),
+        ("etu", ALPHABET),
+    ],
+)
+def test_a_stop_string_is_left_in_the_text_where_that_is_asked_for(
+    tokenizer: PretrainedTokenizer, stop: Any, text: str
+) -> None:
+    token_ids = ids_of(tokenizer, ALPHABET)
+    completion = answer(tokenizer, token_ids, stop=stop, include_stop_str_in_output=True)
+    assert completion.text == text
+    assert completion.token_ids == answer(tokenizer, token_ids, stop=stop).token_ids
+
+
+def test_what_a_token_brings_after_a_stop_string_is_cut_also_where_the_string_stays(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    [token] = ids_of(tokenizer, " return")
+    completion = answer(tokenizer, [token], stop="etu", include_stop_str_in_output=True)
+    assert completion.text == " retu"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({}, "the"),
+        ({"include_stop_str_in_output": True}, "the return"),
+        ({"skip_special_tokens": False}, "the"),
+        ({"stop": "etu"}, "the"),
+        ({"stop": "etu", "include_stop_str_in_output": True}, "the retu"),
+    ],
+)
+def test_a_stop_token_is_no_part_of_the_text_unless_it_is_asked_for(
+    tokenizer: PretrainedTokenizer, sampling: dict[str, Any], text: str
+) -> None:
+    [token] = ids_of(tokenizer, " return")
+    token_ids = [*ids_of(tokenizer, "the"), token]
+    completion = answer(tokenizer, token_ids, FinishReason.STOP, stops_at=token, **sampling)
+    assert completion.token_ids == tuple(token_ids)
+    assert completion.text == text
+
+
+def test_special_tokens_are_left_in_the_text_where_that_is_asked_for(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    token_ids = [*ids_of(tokenizer, "the"), 3, *ids_of(tokenizer, "dog"), 1]
+    plain = {"stops_at": 1, "skip_special_tokens": False}
+    assert answer(tokenizer, token_ids, **plain).text == "the<|im_start|>dog"
+    whole = answer(tokenizer, token_ids, include_stop_str_in_output=True, **plain)
+    assert whole.text == "the<|im_start|>dog</s>"
+    assert answer(tokenizer, token_ids, stop="start|", **plain).text == "the<|im_"
+
+
+def test_logprobs_are_told_only_where_they_were_asked_for(tokenizer: PretrainedTokenizer) -> None:
+    processor = OutputProcessor(tokenizer)
+    score = TokenLogprob(5, -0.5, 1)
+    asked, plain = request_of(1, logprobs=0, prompt_logprobs=0), request_of(2)
+    for request in (asked, plain):
+        request.output_token_ids.append(5)
+        request.logprobs.append(score)
+        request.add_scores(ScoredPart(1, [score, score]))
+        request.finish_reason = FinishReason.LENGTH
+    told = processor.complete(asked)
+    assert told.logprobs == (score,)
+    assert told.prompt_logprobs == (None, score, score)
+    silent = processor.complete(plain)
+    assert (silent.logprobs, silent.prompt_logprobs) == (None, None)
 
 
 def test_requests_are_searched_apart(tokenizer: PretrainedTokenizer) -> None:

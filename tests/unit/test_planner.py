@@ -143,6 +143,15 @@ def test_an_override_is_checked_together_with_the_job_s_sampling(tmp_path: Path)
     assert plan(config, sampling=SamplingParams(min_tokens=6)).num_bad_rows == 1
 
 
+def test_a_prompt_that_is_only_scored_needs_no_room_for_an_answer(tmp_path: Path) -> None:
+    scoring = {"max_tokens": 0, "prompt_logprobs": 0}
+    config = make_config(
+        tmp_path, [{"prompt": "x" * length, "sampling": scoring} for length in (9, 10, 11)]
+    )
+    rows = rows_of(plan(config, max_model_len=10))
+    assert [row.error_code for row in rows] == [None, None, "prompt_too_long"]
+
+
 def test_a_prompt_needs_room_for_one_more_token(tmp_path: Path) -> None:
     config = make_config(tmp_path, [{"prompt": "x" * length} for length in (9, 10, 11)])
     result = plan(config, max_model_len=10)

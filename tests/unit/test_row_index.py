@@ -125,3 +125,14 @@ def test_a_disk_that_fills_up_is_an_error_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written: database or disk is full"):
         fill_the_disk()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_range_of_rows_is_read_whatever_the_shards_are(tmp_path: Path) -> None:
+    rows = [
+        make_row(index, error_code="bad_row" if index == 1500 else None) for index in range(4000)
+    ]
+    write_index(tmp_path / "index", rows, num_shards=3)
+    with RowIndex.open(tmp_path / "index") as index:
+        assert [row.row_index for row in index.rows_between(1000, 3001)] == list(range(1000, 3001))
+        assert [row.row_index for row in index.rows_between(0, 1)] == [0]
+        assert list(index.rows_between(5, 5)) == []

@@ -154,6 +154,13 @@ def test_only_what_the_filters_leave_is_ever_drawn(
     assert set(draw(logits, 20, **fields)) <= set(np.flatnonzero(reference(logits, **fields)))
 
 
+def test_top_p_counts_the_mass_of_what_min_p_and_top_k_have_left() -> None:
+    logits = np.log([0.5, 0.3, 0.1, 0.1]).tolist()
+    assert set(draw(logits, 300, top_p=0.6)) == {0, 1}
+    assert set(draw(logits, 300, top_p=0.6, min_p=0.5)) == {0}
+    assert set(draw(logits, 300, top_p=0.6, top_k=2)) == {0}
+
+
 def test_ties_are_broken_by_the_token_id() -> None:
     assert set(draw([1.0, 1.0, 1.0, 1.0], 200, top_k=2)) == {0, 1}
     assert sample(torch.tensor([[0.0, 3.0, 3.0]]), [slot(spec(**GREEDY))]) == [1]

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from engine_builders import EOS, Rig, answer_of, infer_request
+from engine_builders import EOS, Rig, answer_of, infer_request, scores_of
 
 from engine.config import SchedulerConfig
 from engine.errors import RequestError, RequestErrorCode
@@ -147,8 +147,11 @@ def test_a_preempted_request_keeps_its_tokens_and_goes_on() -> None:
         assert request.epoch == request.num_preemptions
 
 
-def test_the_victim_is_the_one_with_the_least_computed_work() -> None:
-    rig = make_rig(num_blocks=6, enable_prefix_caching=False)
+@pytest.mark.parametrize("num_steps_in_flight", [1, 2])
+def test_the_victim_is_the_one_with_the_least_computed_work(num_steps_in_flight: int) -> None:
+    rig = make_rig(
+        num_blocks=6, enable_prefix_caching=False, num_steps_in_flight=num_steps_in_flight
+    )
     short = infer_request(0, [0] * 2, max_tokens=14)
     long = infer_request(1, [1] * 12, max_tokens=8)
     rig.add(short, long)
@@ -157,14 +160,33 @@ def test_the_victim_is_the_one_with_the_least_computed_work() -> None:
     assert long.num_preemptions == 0
 
 
-def test_the_victim_is_of_the_lowest_priority_whatever_it_has_done() -> None:
-    rig = make_rig(num_blocks=6, enable_prefix_caching=False)
+@pytest.mark.parametrize("num_steps_in_flight", [1, 2])
+def test_the_victim_is_of_the_lowest_priority_whatever_it_has_done(
+    num_steps_in_flight: int,
+) -> None:
+    rig = make_rig(
+        num_blocks=6, enable_prefix_caching=False, num_steps_in_flight=num_steps_in_flight
+    )
     urgent = infer_request(0, [0] * 2, max_tokens=14, priority=0)
     patient = infer_request(1, [1] * 12, max_tokens=8, priority=5)
     rig.add(urgent, patient)
     rig.run()
     assert patient.num_preemptions > 0
     assert urgent.num_preemptions == 0
+
+
+def test_a_victim_whose_step_is_in_flight_is_held_back_until_it_can_be_preempted() -> None:
+    rig = make_rig(num_blocks=6, enable_prefix_caching=False, num_steps_in_flight=2)
+    short = infer_request(0, [0] * 2, max_tokens=14)
+    long = infer_request(1, [1] * 12, max_tokens=8)
+    rig.add(short, long)
+    steps: list[set[int]] = []
+    while not long.state.is_terminal:
+        while rig.scheduler.can_schedule and (batch := rig.submit()) is not None:
+            steps.append(set(scheduled(batch)))
+        rig.collect()
+    assert short.num_preemptions == 1
+    assert {0} not in steps, "the victim went on while the other waited for its blocks"
 
 
 def test_a_preempted_request_comes_back_before_those_that_came_later() -> None:
@@ -224,12 +246,15 @@ def test_an_equal_prompt_is_not_computed_twice() -> None:
 
 
 def test_cached_tokens_count_those_found_at_first_not_those_found_again() -> None:
-    rig = make_rig(num_blocks=5)
-    requests = [infer_request(uid, [uid] * 6, max_tokens=12) for uid in range(2)]
-    rig.add(*requests)
+    rig = make_rig(num_blocks=7)
+    old = infer_request(0, [0] * 10, max_tokens=8)
+    new = infer_request(1, [1] * 9, max_tokens=8)
+    rig.add(old, new)
     rig.run()
-    assert sum(request.num_preemptions for request in requests) > 0
-    assert [request.num_cached_tokens for request in requests] == [0, 0]
+    assert new.num_preemptions > 0
+    # Some of its own blocks were still there when it came back.
+    assert rig.worker.num_computed_tokens < 17 + 16 + new.num_prompt_tokens
+    assert new.num_cached_tokens == 0
 
 
 # Two steps in flight.
@@ -312,3 +337,81 @@ def test_a_step_that_comes_back_out_of_order_is_a_bug_that_shows() -> None:
     rig.worker.outputs.rotate()
     with pytest.raises(AssertionError, match="in order"):
         rig.scheduler.update(rig.worker.collect())
+
+
+# Scored prompts.
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 17])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 64])
+def test_a_prompt_that_is_only_scored_ends_when_it_is_computed(
+    length: int, max_num_batched_tokens: int
+) -> None:
+    rig = make_rig(max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens)
+    request = infer_request(prompt=list(range(length)), max_tokens=0, prompt_logprobs=0)
+    rig.add(request)
+    rig.run()
+    assert request.state is RequestState.DONE
+    assert request.finish_reason is FinishReason.LENGTH
+    assert request.output_token_ids == []
+    assert request.prompt_logprobs == scores_of(request)
+    assert rig.worker.num_computed_tokens == length
+
+
+@pytest.mark.parametrize("kv_reservation", ["full", "grow"])
+def test_a_prompt_that_fills_the_pool_can_be_scored_but_not_one_that_is_longer(
+    kv_reservation: str,
+) -> None:
+    rig = Rig(SchedulerConfig(kv_reservation=kv_reservation), num_blocks=2, block_size=4)
+    fitting, longer = (
+        infer_request(uid, [1] * length, 0, prompt_logprobs=0) for uid, length in ((0, 8), (1, 9))
+    )
+    rig.add(fitting, longer)
+    rig.run()
+    assert fitting.prompt_logprobs == scores_of(fitting)
+    assert longer.error is not None
+    assert longer.error.code is RequestErrorCode.KV_CAPACITY
+
+
+def test_scores_are_complete_and_single_when_the_prompt_is_preempted_half_way() -> None:
+    rig = make_rig(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=2)
+    old = infer_request(0, [1] * 12, max_tokens=12)
+    scored = infer_request(1, list(range(2, 14)), max_tokens=4, prompt_logprobs=0)
+    rig.add(old)
+    while not old.output_token_ids:
+        rig.step()
+    rig.add(scored)
+    while scored.num_preemptions == 0:
+        rig.step()
+    assert 0 < len(scored.prompt_logprobs) < scored.num_prompt_tokens - 1
+    rig.run()
+    assert scored.prompt_logprobs == scores_of(scored)
+    assert scored.output_token_ids == answer_of(scored)
+
+
+def test_samples_of_one_prompt_have_it_scored_once_and_share_its_blocks() -> None:
+    rig = make_rig()
+    first = infer_request(0, [1] * 9, prompt_logprobs=0)
+    second = infer_request(1, [1] * 9, prompt_logprobs=0)
+    second.prompt_token_ids = first.prompt_token_ids
+    rig.add(first)
+    rig.requests.append(second)
+    rig.scheduler.add(second, after=first)
+    rig.run()
+    assert second.num_cached_tokens == 8
+    assert first.prompt_logprobs == second.prompt_logprobs == scores_of(first)
+
+
+def test_scores_survive_a_step_that_was_rolled_back() -> None:
+    rig = make_rig(max_num_seqs=1, max_num_batched_tokens=8)
+    request = infer_request(0, list(range(20)), prompt_logprobs=0)
+    rig.add(request)
+    rig.step()
+    rig.submit()
+    rig.worker.collect()
+    rig.worker.slots.clear()
+    rig.scheduler.roll_back()
+    assert len(request.prompt_logprobs) == 8
+    rig.run()
+    assert request.prompt_logprobs == scores_of(request)
+    assert request.output_token_ids == answer_of(request)

@@ -5,7 +5,7 @@ The worker of these tests checks each message it gets (see engine_builders.py).
 
 from dataclasses import dataclass
 
-from engine_builders import EOS, VOCAB_SIZE, Rig, answer_of, infer_request
+from engine_builders import EOS, VOCAB_SIZE, Rig, answer_of, infer_request, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,16 +54,18 @@ prompts = st.builds(
 
 @st.composite
 def request_lists(draw: st.DrawFn) -> list[InferRequest]:
-    count = draw(st.integers(1, 8))
+    # Some have their prompts scored; of these, some generate nothing.
+    are_scored = draw(st.lists(st.booleans(), min_size=1, max_size=8))
     return [
         infer_request(
             uid,
             draw(prompts),
-            draw(st.integers(1, 12)),
+            draw(st.integers(0 if is_scored else 1, 12)),
             stop_token_ids=draw(st.sampled_from([frozenset(), frozenset({EOS})])),
             priority=draw(st.integers(0, 2)),
+            prompt_logprobs=0 if is_scored else None,
         )
-        for uid in range(count)
+        for uid, is_scored in enumerate(are_scored)
     ]
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_builders import make_job, questions, read_rows, write_rows
@@ -18,6 +19,9 @@ from flows.preparation import prepare, resolve
 from flows.schema import RowState, ShardState
 from flows.shard_runner import ShardJob, ShardSummary, run_shard
 from flows.stacks import StackPool
+
+# Slow enough that a shard of 24 rows is not done before its first commit is.
+SLOW: dict[str, Any] = {"engine__runtime": {"inline": True, "mock_step_seconds": 0.005}}
 
 
 class HookedLedger(Ledger):
@@ -141,7 +145,7 @@ def test_answers_are_shown_as_they_are_committed(bench: Prepare, tmp_path: Path)
 def test_a_stop_leaves_the_shard_resumable_with_everything_finished_committed(
     bench: Prepare, tmp_path: Path
 ) -> None:
-    job = bench(make_job(tmp_path, questions(40), shards=1, commit_rows=1))
+    job = bench(make_job(tmp_path, questions(40), shards=1, commit_rows=1, **SLOW))
     job.ledger.after_commit = lambda _: job.stop.set()
     summary = job.run()
     answered = job.rows()
@@ -158,9 +162,9 @@ def test_a_stop_leaves_the_shard_resumable_with_everything_finished_committed(
 
 
 def test_answers_do_not_depend_on_where_a_run_was_stopped(bench: Prepare, tmp_path: Path) -> None:
-    undisturbed = bench(make_job(tmp_path, questions(20), shards=1))
+    undisturbed = bench(make_job(tmp_path, questions(24), shards=1))
     undisturbed.run()
-    stopped = bench(make_job(tmp_path, shards=1, job_id="job-2", commit_rows=1))
+    stopped = bench(make_job(tmp_path, shards=1, job_id="job-2", commit_rows=1, **SLOW))
     stopped.ledger.after_commit = lambda _: stopped.stop.set()
     num_runs = 0
     while stopped.shard().num_pending:
@@ -197,7 +201,7 @@ def test_a_shard_that_another_holds_is_refused_and_says_who(bench: Prepare, tmp_
 def test_a_lost_lease_ends_the_shard_and_keeps_what_was_committed(
     bench: Prepare, tmp_path: Path
 ) -> None:
-    job = bench(make_job(tmp_path, questions(40), shards=1, commit_rows=1))
+    job = bench(make_job(tmp_path, questions(40), shards=1, commit_rows=1, **SLOW))
     committed: list[CompletionRow] = []
 
     def take_over(lease: Lease) -> None:
@@ -255,7 +259,7 @@ def test_a_worker_that_dies_fails_the_shard_and_the_next_attempt_goes_on(
     job = bench(
         make_job(
             tmp_path, questions(40), shards=1, commit_rows=1,
-            engine__runtime={"inline": False, "mock_step_seconds": 0.002},
+            engine__runtime={"inline": False, "mock_step_seconds": 0.005},
         )
     )  # fmt: skip
     with job.stacks.borrow() as slot:

@@ -137,7 +137,7 @@ def test_the_engine_waits_when_the_ledger_is_slow_and_nothing_is_lost(
             num_put += 1
 
     with ShardWriter(watched, lease, make_config(tmp_path), stream_path=None) as writer:
-        engine = threading.Thread(target=put_all, args=(writer,))
+        engine = threading.Thread(target=put_all, args=(writer,), daemon=True)
         engine.start()
         # Of commits of 4 rows eight may wait, beside the rows that are being committed.
         wait_until(lambda: num_put >= 32)
@@ -174,7 +174,7 @@ def test_one_who_waits_for_room_is_woken_by_the_failure(
         except LedgerError as error:
             caught.append(error)
 
-    engine = threading.Thread(target=put_all)
+    engine = threading.Thread(target=put_all, daemon=True)
     engine.start()
     engine.join(0.1)
     assert engine.is_alive()  # no room

@@ -84,7 +84,7 @@ def test_who_finds_no_free_slot_waits_for_one() -> None:
         with pool.borrow():
             has_borrowed.set()
 
-    waiting = threading.Thread(target=borrow)
+    waiting = threading.Thread(target=borrow, daemon=True)
     with pool.borrow():
         waiting.start()
         assert not has_borrowed.wait(0.05)
@@ -105,10 +105,10 @@ def test_closing_waits_for_borrowers_and_closes_every_engine() -> None:
             may_return.wait(WAIT_SECONDS)
             assert is_open(engines[0])
 
-    borrower = threading.Thread(target=borrow)
+    borrower = threading.Thread(target=borrow, daemon=True)
     borrower.start()
     assert is_lent.wait(WAIT_SECONDS)
-    closing = threading.Thread(target=pool.close)
+    closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()
@@ -133,6 +133,7 @@ def test_a_pool_can_be_closed_twice_and_used_again(pool: StackPool) -> None:
 def test_devices_are_shared_out_to_slots_by_tensor_parallel_size(
     device_ids: list[int], width: int, groups: list[tuple[int, ...]]
 ) -> None:
-    pool = StackPool(make_config(device_ids=device_ids, tensor_parallel_size=width))
+    config = make_config(device_ids=device_ids, tensor_parallel_size=width, runtime={})
+    pool = StackPool(config)
     assert pool.num_slots == len(groups)
     assert [config.device_ids for config in pool._slots] == groups

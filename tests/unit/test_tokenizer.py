@@ -16,7 +16,8 @@ from engine.detokenizer import IncrementalDecoder
 from engine.errors import ConfigError, RequestError, RequestErrorCode
 from engine.model_source import ModelSource
 from engine.request import GenerateRequest
-from engine.tokenizer import MockTokenizer, PretrainedTokenizer, Tokenizer
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import EncodedPrompt, MockTokenizer, PretrainedTokenizer, Tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
 _TRAIN = {
@@ -287,6 +288,87 @@ def test_the_fingerprint_tells_tokenizers_templates_and_options_apart(
     for name, other in changed.items():
         assert {key for key in base if base[key] != other[key]} == {name}
     assert fingerprint(tools=[{"name": "f"}])["chat_options"] != base["chat_options"]
+
+
+# Truncation.
+
+CHAT = [
+    {"role": "user", "content": "the quick brown fox jumps over the lazy dog"},
+    {"role": "assistant", "content": "the quick cat"},
+    {"role": "user", "content": "and the lazy dog"},
+]
+
+
+def truncated(tokenizer: Tokenizer, limit: int, **prompt: Any) -> EncodedPrompt:
+    params = SamplingParams(truncate_prompt_tokens=limit)
+    return tokenizer.encode(GenerateRequest(request_id="0", sampling_params=params, **prompt))
+
+
+def test_a_long_text_keeps_its_bos_and_its_end(tokenizer: PretrainedTokenizer) -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    whole = encode(tokenizer, prompt=text)
+    cut = truncated(tokenizer, 5, prompt=text)
+    assert cut == EncodedPrompt(token_ids=[0, *whole[-4:]], is_truncated=True)
+    assert truncated(tokenizer, len(whole), prompt=text) == EncodedPrompt(token_ids=whole)
+    ready = truncated(tokenizer, 3, prompt_token_ids=[7, 8, 9, 10])
+    assert ready == EncodedPrompt(token_ids=[8, 9, 10], is_truncated=True)
+
+
+def test_a_chat_is_cut_at_every_length_but_never_in_its_generation_prompt(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    whole = encode(tokenizer, messages=CHAT)
+    opening = "<|im_start|>assistant\n"
+    num_fixed = len(tokenizer._encode_bare(opening))
+    for limit in range(1, len(whole)):
+        if limit < num_fixed + 1:
+            with pytest.raises(RequestError, match="truncate_prompt_tokens") as caught:
+                truncated(tokenizer, limit, messages=CHAT)
+            assert caught.value.code is RequestErrorCode.INVALID_SAMPLING_PARAMS
+            continue
+        cut = truncated(tokenizer, limit, messages=CHAT)
+        assert cut.is_truncated
+        assert cut.token_ids == [0, *whole[len(whole) - limit + 1 :]]
+        text = tokenizer.decode(cut.token_ids, skip_special_tokens=False)
+        assert text.replace(" ", "").endswith(opening)
+
+
+# Bad words.
+
+
+def test_a_bad_word_is_spelt_as_the_tokenizer_spells_it_at_the_start_and_inside(
+    tokenizers: dict[str, PretrainedTokenizer],
+) -> None:
+    bpe = tokenizers["byte_level"]
+    spellings = bpe.bad_words_token_ids(("lazy", " the"))
+    texts = [bpe.decode(list(spelling)) for spelling in spellings]
+    assert "lazy" in texts
+    assert {"the", " the"} <= set(texts)
+    assert all(0 not in spelling for spelling in spellings)
+
+
+def test_sampling_that_names_what_the_model_has_not_is_refused_with_the_prompt(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    for name, value in (("stop_token_ids", (10**6,)), ("logit_bias", {10**6: 1.0})):
+        params = SamplingParams.model_validate({name: value})
+        request = GenerateRequest(request_id="0", prompt="the", sampling_params=params)
+        with pytest.raises(RequestError, match=f"{name} names token 1000000"):
+            tokenizer.encode_request(request)
+
+
+# Special tokens.
+
+
+def test_special_tokens_are_left_in_the_text_where_that_is_asked_for(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    ids = [0, *tokenizer._encode_bare("the dog"), 4, *tokenizer._encode_bare("the cat"), 1]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<s>")
+    assert text.endswith("</s>")
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+    assert "".join(decoder.push(token) for token in ids) + decoder.finish() == text
 
 
 def test_the_mock_tokenizer_has_one_token_for_each_byte() -> None:

@@ -1,0 +1,280 @@
+"""Log probabilities equal those of transformers' logits, however the engine goes about it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_families import make_model, make_prompts
+from tiny_model import MAX_POSITIONS, open_engine
+from transformers import LlamaForCausalLM
+
+from engine import (
+    Completion,
+    EngineConfig,
+    FinishReason,
+    GenerateRequest,
+    OfflineInference,
+    RequestErrorCode,
+    SamplingParams,
+)
+
+pytestmark = pytest.mark.integration
+
+TOLERANCE = 1e-4
+NUM_TOP = 3
+ASKED = {"logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP, "max_tokens": 12, "ignore_eos": True}
+PROMPTS: list[list[int]] = [
+    [0],
+    [0, 100, 101],
+    [0, *range(50, 80)],
+    [0, *range(50, 80), 200, 201],
+    [0, *range(300, 350)],
+    [7] * 33,
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked prefill": {"scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 7}},
+    "one sequence": {"scheduler": {"max_num_seqs": 1, "max_num_batched_tokens": 16}},
+    "few blocks": {"cache": {"block_size": 4, "num_blocks": 24}},
+    "few blocks, two steps in flight": {
+        "cache": {"block_size": 4, "num_blocks": 24},
+        "scheduler": {"num_steps_in_flight": 2},
+    },
+    "no prefix cache": {"cache": {"enable_prefix_caching": False}},
+    "full reservation": {"scheduler": {"kv_reservation": "full"}},
+    "a process": {"runtime": {"inline": False}, "scheduler": {"num_steps_in_flight": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def assert_scores_are_those_of(
+    model: Any, prompts: Sequence[list[int]], completions: Sequence[Completion]
+) -> None:
+    """Compare every score with the log probabilities of one pass over prompt and answer."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.error is None
+        assert completion.logprobs is not None
+        assert completion.prompt_logprobs is not None
+        assert len(completion.prompt_logprobs) == len(prompt)
+        assert completion.prompt_logprobs[0] is None
+        assert len(completion.logprobs) == len(completion.token_ids)
+        tokens = [*prompt, *completion.token_ids]
+        logprobs = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        scores = [*completion.prompt_logprobs[1:], *completion.logprobs]
+        for row, token, score in zip(logprobs[:-1], tokens[1:], scores, strict=True):
+            assert score is not None
+            assert score.token_id == token
+            assert score.logprob == pytest.approx(row[token].item(), abs=TOLERANCE)
+            better = int((row > row[token] + TOLERANCE).sum())
+            as_good = int((row > row[token] - TOLERANCE).sum())
+            assert better < score.rank <= as_good
+            top = row.topk(NUM_TOP).values.tolist()
+            assert [value for _, value in score.top] == pytest.approx(top, abs=TOLERANCE)
+            assert [row[t].item() for t, _ in score.top] == pytest.approx(top, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_of_prompts_and_answers_are_those_of_transformers(
+    tiny_llama: Path, model: LlamaForCausalLM, way: str
+) -> None:
+    greedy = SamplingParams(temperature=0, **ASKED)
+    # Whatever changes the choice, the scores are the model's own.
+    drawn = SamplingParams(
+        temperature=2.0, top_k=50, seed=1, repetition_penalty=1.5, presence_penalty=1.0,
+        logit_bias={9: 5.0}, bad_words=("the",), **ASKED,
+    )  # fmt: skip
+    with open_engine(tiny_llama, WAYS[way]) as llm:
+        for params in (greedy, drawn):
+            completions = llm.generate(PROMPTS, params)
+            assert_scores_are_those_of(model, PROMPTS, completions)
+            is_preempting = "few blocks" in way
+            assert (sum(c.num_preemptions for c in completions) > 0) is is_preempting
+            one_by_one = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+            assert_scores_are_those_of(model, PROMPTS, one_by_one)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "opt"])
+def test_scores_of_families_with_a_turn_of_their_own_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = make_model(family, tmp_path)
+    prompts = make_prompts(21, 3, 40)
+    config = {
+        "model_path": str(tmp_path), "dtype": "float32", "runtime": {"inline": True},
+        "cache": {"block_size": 4, "num_blocks": 200},
+        "scheduler": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+    }  # fmt: skip
+    with OfflineInference(EngineConfig.model_validate(config)) as llm:
+        completions = llm.generate(prompts, SamplingParams(temperature=0, **ASKED))
+    assert_scores_are_those_of(model, prompts, completions)
+
+
+def test_a_scored_prompt_bypasses_the_prefix_cache_and_fills_it_for_others(
+    tiny_llama: Path,
+) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=1)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompt = [0, *range(50, 80)]
+    with open_engine(tiny_llama) as llm:
+        cached = [
+            llm.generate([prompt], params)[0].num_cached_tokens
+            for params in (scored, scored, plain, scored)
+        ]
+    assert cached == [0, 0, 16, 0]
+
+
+def test_scoring_generates_nothing_and_samples_nothing(
+    tiny_llama: Path, model: LlamaForCausalLM
+) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=NUM_TOP, logprobs=NUM_TOP)
+    with open_engine(tiny_llama, WAYS["chunked prefill"]) as llm:
+        llm.take_stats()
+        completions = llm.generate(PROMPTS, params)
+        stats = llm.take_stats()
+    assert_scores_are_those_of(model, PROMPTS, completions)
+    assert {(c.text, c.token_ids, c.finish_reason) for c in completions} == {
+        ("", (), FinishReason.LENGTH)
+    }
+    assert stats.num_output_tokens == 0
+    assert stats.num_computed_tokens == sum(len(prompt) for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("num_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("kv_reservation", ["full", "grow"])
+def test_prompts_around_the_models_length_are_scored_answered_or_refused(
+    tiny_llama: Path, kv_reservation: str, num_steps_in_flight: int
+) -> None:
+    limit = MAX_POSITIONS
+    way = {
+        "cache": {"block_size": 16, "num_blocks": limit // 16},
+        "scheduler": {
+            "kv_reservation": kv_reservation, "num_steps_in_flight": num_steps_in_flight,
+        },
+    }  # fmt: skip
+    scoring = {"max_tokens": 0, "prompt_logprobs": 0}
+    answering = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    both = answering | {"prompt_logprobs": 0}
+    found = {}
+    with open_engine(tiny_llama, way) as llm:
+        for length in (limit - 1, limit, limit + 1):
+            for name, params in (("score", scoring), ("answer", answering), ("both", both)):
+                prompt = [7] * length
+                [completion] = llm.generate([prompt], SamplingParams(**params))
+                scores = completion.prompt_logprobs
+                found[length - limit, name] = (
+                    completion.error.code
+                    if completion.error is not None
+                    else (len(completion.token_ids), None if scores is None else len(scores))
+                )
+    too_long = RequestErrorCode.PROMPT_TOO_LONG
+    assert found == {
+        (-1, "score"): (0, limit - 1),
+        (-1, "answer"): (1, None),
+        (-1, "both"): (1, limit - 1),
+        (0, "score"): (0, limit),
+        (0, "answer"): too_long,
+        (0, "both"): too_long,
+        (1, "score"): too_long,
+        (1, "answer"): too_long,
+        (1, "both"): too_long,
+    }
+
+
+def test_samples_of_a_prompt_share_its_scores(tiny_llama: Path) -> None:
+    prompt = [0, *range(50, 80)]
+    params = SamplingParams(n=3, seed=3, max_tokens=4, prompt_logprobs=0, logprobs=0)
+    with open_engine(tiny_llama) as llm:
+        samples = llm.generate([prompt], params)
+        [alone] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert [sample.num_cached_tokens for sample in samples] == [0, 16, 16]
+    assert {sample.prompt_logprobs for sample in samples} == {alone.prompt_logprobs}
+    assert len({sample.logprobs for sample in samples}) == 3
+
+
+def test_only_rows_that_ask_for_scores_get_them_in_a_mixed_batch(
+    tiny_llama: Path, model: LlamaForCausalLM
+) -> None:
+    kinds = [{}, {"logprobs": 0}, {"prompt_logprobs": 1}, {"logprobs": 5, "prompt_logprobs": 0}]
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(temperature=0, max_tokens=6, **kinds[i % len(kinds)]),
+        )
+        for i, prompt in enumerate(PROMPTS * 2)
+    ]
+    with open_engine(tiny_llama, WAYS["chunked prefill"]) as llm:
+        completions = llm.generate(requests)
+        bare = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
+    for i, completion in enumerate(completions):
+        kind = kinds[i % len(kinds)]
+        assert completion.token_ids == bare[i % len(PROMPTS)].token_ids
+        for scores, name in (
+            (completion.logprobs, "logprobs"), (completion.prompt_logprobs, "prompt_logprobs"),
+        ):  # fmt: skip
+            assert (scores is not None) is (name in kind)
+            for score in scores or ():
+                assert score is None or len(score.top) == kind[name]
+
+
+def test_every_turn_of_a_conversation_has_its_scores(tiny_llama: Path) -> None:
+    request = GenerateRequest(
+        request_id="talk",
+        messages=[{"role": "user", "content": "the quick fox"}],
+        turns=("and the dog", "and the cat"),
+        sampling_params=SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True),
+    )
+    with open_engine(tiny_llama) as llm:
+        [completion] = llm.generate([request])
+    assert completion.error is None
+    for answer in (*completion.replies, completion):
+        assert answer.logprobs is not None
+        assert [score.token_id for score in answer.logprobs] == list(answer.token_ids)
+        assert all(score.rank == 1 for score in answer.logprobs)
+
+
+def test_the_mock_scores_too_so_that_a_job_of_scores_runs_on_any_machine() -> None:
+    config = EngineConfig.model_validate(
+        {"model_path": "none", "device": "mock", "runtime": {"inline": True},
+         "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 7}}
+    )  # fmt: skip
+    with OfflineInference(config) as llm:
+        [scored] = llm.generate(["x" * 20], SamplingParams(max_tokens=0, prompt_logprobs=1))
+        [answered] = llm.generate(["x" * 20], SamplingParams(logprobs=0))
+    assert scored.prompt_logprobs is not None
+    assert [score and score.logprob for score in scored.prompt_logprobs] == [None, *[0.0] * 19]
+    assert scored.token_ids == ()
+    assert answered.logprobs is not None
+    assert [score.token_id for score in answered.logprobs] == list(answered.token_ids)
+
+
+def test_a_model_that_overflows_gives_rows_and_no_crash(tiny_llama: Path, tmp_path: Path) -> None:
+    broken = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with torch.no_grad():
+        broken.lm_head.weight[5] = float("nan")
+        broken.lm_head.weight[6] = float("inf")
+    folder = tmp_path / "model"
+    for file in tiny_llama.iterdir():
+        if file.suffix != ".safetensors":
+            folder.mkdir(exist_ok=True)
+            (folder / file.name).write_bytes(file.read_bytes())
+    broken.save_pretrained(folder)
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=3, logprobs=2, prompt_logprobs=2)
+        for t in (0.0, 1.0)
+    ]
+    with open_engine(folder) as llm:
+        for one in params:
+            completions = llm.generate(PROMPTS, one)
+            assert all(c.error is None for c in completions)
+            first = completions[0].logprobs
+            assert first is not None
+            assert math.isnan(first[0].logprob)
