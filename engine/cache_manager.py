@@ -26,8 +26,11 @@ class CacheUsage:
 class CacheManager:
     """Grows, shares and frees the blocks of requests in one BlockPool."""
 
-    def __init__(self, config: CacheConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: CacheConfig, num_blocks: int, *, sliding_window: int | None = None
+    ) -> None:
         self.block_size = config.block_size
+        self._sliding_window = sliding_window
         self._is_prefix_caching = config.enable_prefix_caching
         self._pool = BlockPool(num_blocks)
 
@@ -97,16 +100,33 @@ class CacheManager:
             self._pool.publish(request.block_ids[index], request.block_hashes[index])
         request.num_published_blocks = max(request.num_published_blocks, last)
 
+    def release_left_behind(self, request: InferRequest, num_written_tokens: int) -> None:
+        """Give back the blocks that no later token can see, when every layer has a window.
+
+        Their ids stay in block_ids, so that a position finds its block by division.
+        """
+        if self._sliding_window is None:
+            return
+        first_seen = max(num_written_tokens - self._sliding_window + 1, 0)
+        last = first_seen // self.block_size
+        if last > request.num_released_blocks:
+            self._pool.release(request.block_ids[request.num_released_blocks : last])
+            request.num_released_blocks = last
+
     def free(self, request: InferRequest) -> None:
         """Give back every block of the request; what they hold stays findable for a while."""
-        self._pool.release(request.block_ids)
+        self._pool.release(request.block_ids[request.num_released_blocks :])
         request.block_ids = []
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.num_released_blocks = 0
 
     def check_integrity(self, requests: Sequence[InferRequest]) -> None:
         """Raise AssertionError unless exactly these requests hold blocks and nothing leaked."""
         self._pool.check_integrity()
-        held = {block_id for request in requests for block_id in request.block_ids}
+        held = {
+            block_id
+            for request in requests
+            for block_id in request.block_ids[request.num_released_blocks :]
+        }
         assert len(held) + self._pool.num_free == self._pool.num_blocks
 
     def _find_prefix(self, request: InferRequest) -> list[int]:

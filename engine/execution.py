@@ -39,6 +39,7 @@ class ExecutionEngine:
         self._workers: list[Worker] = []
         self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
         self.device = "none"
+        self.sliding_window: int | None = None
         self.dtype: str = config.dtype
         self.load_seconds = 0.0
         self.warmup_seconds = 0.0
@@ -128,6 +129,7 @@ class ExecutionEngine:
         num_blocks = min(reply.num_blocks for reply in ready)
         self.device = ", ".join(dict.fromkeys(reply.device for reply in ready))
         self.dtype = ready[0].dtype
+        self.sliding_window = ready[0].sliding_window
         self.load_seconds = max(reply.load_seconds for reply in ready)
         for worker in self._workers:
             worker.send(AllocateCache(num_blocks=num_blocks))

@@ -109,7 +109,7 @@ class EngineLoop:
 
     def _take_in(self, session: Session) -> bool:
         """Take one turn of a session; return False when it has none now."""
-        turn = session.take()
+        turn = None if session.is_congested else session.take()
         if turn is None:
             return False
         requests = self._factory.make(turn, deadline=session.deadline)

@@ -96,9 +96,13 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded. num_blocks is what this rank has room for."""
+    """The model is loaded. num_blocks is what this rank has room for.
+
+    sliding_window is set when every layer has one: no token sees further back.
+    """
 
     num_blocks: int
+    sliding_window: int | None = None
     device: str
     dtype: str
     load_seconds: float

@@ -98,6 +98,7 @@ class ModelSource:
             max_model_len=config.max_model_len or 8192,
             dtype="float32",
             eos_token_ids=(MOCK_EOS_TOKEN_ID,),
+            is_deterministic=config.deterministic,
             is_mock=True,
         )
 

@@ -145,6 +145,7 @@ class InferRequest:
     num_pending_tokens counts tokens that a step in flight will sample: the scheduler plans with
     them before it knows them; num_tokens counts them too. epoch is raised at preemption, so that a stale output is dropped.
     block_hashes grow with the tokens and survive a preemption, since tokens are never taken back.
+    The first num_released_blocks of block_ids were given back: they have left the window.
     logprobs are those of the output; prompt_logprobs begin with the prompt's second token.
     """
 
@@ -166,6 +167,7 @@ class InferRequest:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_released_blocks: int = 0
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0

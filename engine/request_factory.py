@@ -44,10 +44,11 @@ class RequestFactory:
         """
         limit = self._source.max_model_len
         if num_tokens + min(max_tokens, 1) > limit:
+            answer = "; with one token of answer" if max_tokens else ";"
             raise RequestError(
                 RequestErrorCode.PROMPT_TOO_LONG,
-                f"the prompt has {num_tokens} tokens; with one token of answer at most {limit} "
-                "fit the model (max_model_len); shorten it",
+                f"the prompt has {num_tokens} tokens{answer} at most {limit} fit the model "
+                "(max_model_len); shorten it",
             )
 
     def _make_sample(self, turn: Turn, sample_index: int, deadline: float | None) -> InferRequest:

@@ -20,6 +20,7 @@ from engine.request import (
     sampling_key_of,
 )
 
+_MAX_MAIL = 4096
 Encode = Callable[[GenerateRequest], EncodedRequest]
 
 
@@ -70,6 +71,12 @@ class Session:
                     self._note(item.request)
                 return _first_turn(item.request, item)
             self._park(item.request)
+
+    @property
+    def is_congested(self) -> bool:
+        """True when the caller leaves so many completions lying that no more should be made."""
+        with self._lock:
+            return len(self._mail) >= _MAX_MAIL
 
     def add_open(self, count: int) -> None:
         """Note that a turn became `count` more generations."""

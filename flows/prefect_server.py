@@ -18,7 +18,7 @@ from engine import WorkerError, WorkerFailure
 
 _HOST = "127.0.0.1"
 _API_URL_VARIABLE = "PREFECT_API_URL"
-_LOG_TAIL_BYTES = 2000
+_LOG_TAIL_LINES = 4
 _START_SECONDS = 120.0  # the first start makes Prefect's database
 
 
@@ -59,7 +59,8 @@ def _start(log_path: Path) -> str:
     if not _is_healthy(port):
         server.kill()
         server.wait()
-        tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
         raise WorkerError(
             f"Prefect's temporary server did not start; set "
             f"PREFECT_API_URL to a server that runs, or read {log_path}, which ends with:\n{tail}",

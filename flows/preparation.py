@@ -143,7 +143,7 @@ def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
 
 def _job_fingerprint(config: JobConfig, sampling: SamplingParams) -> dict[str, str]:
     return {
-        "sampling": msgspec.json.encode(sampling.model_dump(), order="sorted").decode(),
+        "sampling": msgspec.json.encode(sampling.model_dump(mode="json"), order="sorted").decode(),
         "prompt": msgspec.json.encode(config.prompt.model_dump(), order="sorted").decode(),
         "seed": "drawn" if config.seed is None else str(config.seed),
     }

@@ -274,3 +274,15 @@ class Rig:
         """Raise AssertionError unless every block came back."""
         usage = self.cache.usage
         assert usage.num_free_blocks == usage.num_blocks
+
+
+def make_rig(
+    *, num_blocks: int = 64, enable_prefix_caching: bool = True, block_size: int = 4, **limits: int
+) -> Rig:
+    """Return a rig whose scheduler has these limits."""
+    return Rig(
+        SchedulerConfig.model_validate(limits),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+    )

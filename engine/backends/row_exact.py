@@ -22,7 +22,8 @@ from engine.errors import ConfigError
 _BLOCK_ROWS = (256, 128, 64, 32, 16)
 _SMALLEST = _BLOCK_ROWS[-1]
 # Elements that torch computes on one thread: with more, the cuts between threads lie anywhere.
-_PIECE = 1 << 15
+# gelu is the first to be shared out, beyond this many.
+_PIECE = 1 << 14
 # A multiple of the elements of two vectors on every CPU that torch supports.
 _VECTORS = 128
 # Functions that torch approximates otherwise on a vector than on a single number.

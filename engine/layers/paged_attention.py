@@ -6,10 +6,27 @@ metadata is set by the runner for the length of one forward pass.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from engine.backends.base import AttentionMetadata, AttentionOptions, DeviceBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Heads and widths of one layer's keys and values, and how far back a token sees."""
+
+    num_key_heads: int
+    key_width: int
+    num_value_heads: int
+    value_width: int
+    sliding_window: int | None
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes in this layer."""
+        numbers = self.num_key_heads * self.key_width + self.num_value_heads * self.value_width
+        return numbers * dtype.itemsize
 
 
 class PagedAttention:
@@ -19,7 +36,7 @@ class PagedAttention:
         self._backend = backend
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._metadata: AttentionMetadata | None = None
-        self._recorded: dict[int, tuple[tuple[int, int], tuple[int, int]]] | None = None
+        self._recorded: dict[int, LayerShape] | None = None
 
     def bind_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Use these KV caches, one pair for each layer."""
@@ -35,10 +52,10 @@ class PagedAttention:
             self._metadata = None
 
     @contextmanager
-    def recording(self) -> Iterator[dict[int, tuple[tuple[int, int], tuple[int, int]]]]:
-        """Serve one forward pass without a cache; yield each layer's key and value shapes.
+    def recording(self) -> Iterator[dict[int, LayerShape]]:
+        """Serve one forward pass without a cache; yield what each layer asked for.
 
-        A shape is (heads, width). This is how the KV pool learns its layout from any model.
+        This is how the KV pool learns its layout from any model.
         """
         self._recorded = {}
         try:
@@ -55,9 +72,12 @@ class PagedAttention:
         """Attend query [T, H, D], key [T, G, D], value [T, G, E]; return [T, H, E]."""
         query, key, value = states
         if self._recorded is not None:
-            self._recorded[layer_index] = (
-                (key.shape[1], key.shape[2]),
-                (value.shape[1], value.shape[2]),
+            self._recorded[layer_index] = LayerShape(
+                num_key_heads=key.shape[1],
+                key_width=key.shape[2],
+                num_value_heads=value.shape[1],
+                value_width=value.shape[2],
+                sliding_window=options.sliding_window,
             )
             return query.new_zeros(*query.shape[:2], value.shape[2])
         assert self._metadata is not None, "a forward pass outside of step()"

@@ -8,25 +8,10 @@ import torch
 
 from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
-from engine.layers.paged_attention import PagedAttention
+from engine.layers.paged_attention import LayerShape, PagedAttention
 from engine.models.attention_interface import attach
 from engine.models.tensor_parallel import check_plan, split_model
 from engine.parallel import ParallelGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLayout:
-    """Heads and widths of one layer's keys and values."""
-
-    num_key_heads: int
-    key_width: int
-    num_value_heads: int
-    value_width: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes in this layer."""
-        numbers = self.num_key_heads * self.key_width + self.num_value_heads * self.value_width
-        return numbers * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +20,15 @@ class LoadedModel:
 
     module: Any  # a transformers model for causal language modelling
     attention: PagedAttention
-    kv_layouts: tuple[KVLayout, ...]
+    kv_layouts: tuple[LayerShape, ...]
     dtype: torch.dtype
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How far back any token sees; None when a layer sees everything."""
+        windows = [layout.sliding_window for layout in self.kv_layouts]
+        limited = [window for window in windows if window is not None]
+        return max(limited) if len(limited) == len(windows) else None
 
     def logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -111,7 +103,7 @@ def prepare_model(
 
 
 @torch.inference_mode()
-def _learn_layouts(module: Any, attention: PagedAttention, path: Path) -> tuple[KVLayout, ...]:
+def _learn_layouts(module: Any, attention: PagedAttention, path: Path) -> tuple[LayerShape, ...]:
     tokens = torch.zeros(2, dtype=torch.int64, device=module.device)
     positions = torch.arange(2, device=module.device)
     with attention.recording() as shapes:
@@ -121,9 +113,4 @@ def _learn_layouts(module: Any, attention: PagedAttention, path: Path) -> tuple[
             f"{path}: {type(module).__name__} does not send its attention through transformers' "
             "attention interface, so it cannot use a paged KV cache"
         )
-    return tuple(
-        KVLayout(
-            num_key_heads=key[0], key_width=key[1], num_value_heads=value[0], value_width=value[1]
-        )
-        for _, (key, value) in sorted(shapes.items())
-    )
+    return tuple(shapes[index] for index in sorted(shapes))

@@ -177,6 +177,7 @@ class Scheduler:
                 self._free_when_quiet(request)
             elif entry.epoch == request.epoch:
                 self._cache.publish(request, entry.num_written_tokens)
+                self._cache.release_left_behind(request, entry.num_written_tokens)
                 if request.uid in output.prompt_logprobs:
                     request.add_scores(output.prompt_logprobs[request.uid])
                 is_prompt_done = entry.num_written_tokens >= request.num_prompt_tokens

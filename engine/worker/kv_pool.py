@@ -7,7 +7,7 @@ import torch
 from engine.backends.base import DeviceBackend
 from engine.config import CacheConfig
 from engine.errors import ConfigError
-from engine.models import KVLayout
+from engine.layers.paged_attention import LayerShape
 
 logger = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 def count_blocks(
     config: CacheConfig,
-    layouts: tuple[KVLayout, ...],
+    layouts: tuple[LayerShape, ...],
     dtype: torch.dtype,
     backend: DeviceBackend,
     *,
@@ -66,7 +66,7 @@ def count_blocks(
 def allocate_pool(
     num_blocks: int,
     block_size: int,
-    layouts: tuple[KVLayout, ...],
+    layouts: tuple[LayerShape, ...],
     dtype: torch.dtype,
     backend: DeviceBackend,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,6 @@ Shapes: N positions, V vocabulary, K likeliest tokens.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 
@@ -33,41 +32,40 @@ def score(
 def _score(
     logprobs: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
-    device = logprobs.device
-    chosen = torch.tensor(token_ids, device=device)[:, None]  # [N, 1]
-    # What is no number is less likely than everything else.
-    order = logprobs.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    least = order.gather(1, chosen)  # [N, 1]
-    is_tie_before = (order == least) & (torch.arange(order.shape[1], device=device) < chosen)
-    ranks = ((order > least) | is_tie_before).sum(dim=1) + 1
-    tops = _likeliest(order, max(num_top))
+    chosen = torch.tensor(token_ids, device=logprobs.device)[:, None]  # [N, 1]
+    of_chosen = logprobs.gather(1, chosen)[:, 0].tolist()
+    # One logit that is no number makes all log probabilities of its row none.
+    is_broken = logprobs[:, 0].isnan()
+    if is_broken.any():
+        logprobs[is_broken] = float("-inf")
+    tops = _likeliest(logprobs, max(*num_top, 1))
     return [
-        TokenLogprob(token, logprob, rank, tuple(islice(top, count)))
-        for token, logprob, rank, top, count in zip(
-            token_ids,
-            logprobs.gather(1, chosen)[:, 0].tolist(),
-            ranks.tolist(),
-            tops,
-            num_top,
-            strict=True,
+        TokenLogprob(token, logprob, _rank(row, token, top), tuple(top[:count]))
+        for row, token, logprob, top, count in zip(
+            logprobs, token_ids, of_chosen, tops, num_top, strict=True
         )
     ]
 
 
-def _likeliest(order: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+def _likeliest(logprobs: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
     """Return the `count` likeliest tokens of each row of [N, V] and their log probabilities."""
-    count = min(count, order.shape[1])
-    if count == 0:
-        return [[] for _ in order]
-    values, ids = order.topk(count, dim=1)  # [N, K]
-    num_candidates = (order >= values[:, -1:]).sum(dim=1).tolist()
+    # One more tells whether tokens tie for the last place, of which topk takes any.
+    values, ids = logprobs.topk(min(count + 1, logprobs.shape[1]), dim=1)  # [N, K + 1]
     tops = []
-    for row, found in enumerate(num_candidates):
-        # Of tokens that tie for the last place, topk takes any.
-        if found > count:
-            candidates = (order[row] >= values[row, -1]).nonzero()[:, 0]
-            pairs = zip(candidates.tolist(), order[row, candidates].tolist(), strict=True)
-        else:
-            pairs = zip(ids[row].tolist(), values[row].tolist(), strict=True)
+    for row, row_values, row_ids in zip(logprobs, values.tolist(), ids.tolist(), strict=True):
+        if len(row_values) > count and row_values[count - 1] == row_values[count]:
+            candidates = (row >= row_values[count]).nonzero()[:, 0]
+            row_ids, row_values = candidates.tolist(), row[candidates].tolist()  # noqa: PLW2901
+        pairs = zip(row_ids, row_values, strict=True)
         tops.append(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])
     return tops
+
+
+def _rank(row: torch.Tensor, token_id: int, top: list[tuple[int, float]]) -> int:
+    """Return the place of a token among all of [V]; most tokens are among the likeliest."""
+    for place, (token, _) in enumerate(top, start=1):
+        if token == token_id:
+            return place
+    own = row[token_id]
+    num_ties_before = (row[:token_id] == own).sum()
+    return int((row > own).sum() + num_ties_before) + 1

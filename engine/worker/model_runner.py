@@ -66,6 +66,7 @@ class ModelRunner(Runner):
             group=self._group,
             trust_remote_code=self._config.trust_remote_code,
         )
+        self.sliding_window = self._model.sliding_window
         return count_blocks(
             self._config.cache,
             self._model.kv_layouts,

@@ -69,6 +69,7 @@ class ModelWorker:
         logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
         return WorkerReady(
             num_blocks=num_blocks,
+            sliding_window=self._runner.sliding_window,
             device=self._runner.device,
             dtype=self._runner.dtype,
             load_seconds=seconds,

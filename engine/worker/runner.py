@@ -13,6 +13,7 @@ class Runner(ABC):
 
     device: str
     dtype: str
+    sliding_window: int | None = None
 
     @abstractmethod
     def load(self) -> int:

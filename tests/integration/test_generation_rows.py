@@ -180,7 +180,7 @@ def test_a_top_k_larger_than_the_vocabulary_is_no_fault(
 def rows(count: int, **fields: Any) -> Iterator[GenerateRequest]:
     for i in range(count):
         yield GenerateRequest(
-            request_id=f"row-{i}", prompt_token_ids=[5, i], sampling_params=GREEDY, **fields
+            request_id=f"row-{i}", prompt_token_ids=[5, i % 300], sampling_params=GREEDY, **fields
         )
 
 

@@ -278,3 +278,40 @@ def test_a_model_that_overflows_gives_rows_and_no_crash(tiny_llama: Path, tmp_pa
             first = completions[0].logprobs
             assert first is not None
             assert math.isnan(first[0].logprob)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_scores_are_the_same_to_the_bit_in_every_way(
+    tiny_llama: Path, dtype: str
+) -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=1.2, **ASKED)
+
+    def run(way: dict[str, Any], *, is_one_by_one: bool = False) -> list[Any]:
+        settings: dict[str, Any] = {"cache": {"num_blocks": 512}} | way
+        config = {
+            "model_path": str(tiny_llama), "device": "cpu", "dtype": dtype, "deterministic": True,
+            "runtime": {"inline": True, "num_threads": 1},
+        }  # fmt: skip
+        batches = [[prompt] for prompt in PROMPTS] if is_one_by_one else [PROMPTS]
+        with OfflineInference(EngineConfig.model_validate(config | settings)) as llm:
+            found = [c for batch in batches for c in llm.generate(batch, params)]
+        return [(c.token_ids, c.logprobs, c.prompt_logprobs) for c in found]
+
+    expected = run({}, is_one_by_one=True)
+    for name in ("plain", "chunked prefill", "few blocks, two steps in flight"):
+        assert run(WAYS[name]) == expected, name
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_score_and_penalise_like_one(tiny_llama: Path, model: LlamaForCausalLM) -> None:
+    config = {
+        "model_path": str(tiny_llama), "device": "cpu", "dtype": "float32",
+        "tensor_parallel_size": 2, "cache": {"num_blocks": 512}, "runtime": {"num_threads": 2},
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, repetition_penalty=1.2, **ASKED)
+    with OfflineInference(EngineConfig.model_validate(config)) as llm:
+        completions = llm.generate(PROMPTS, params)
+    assert_scores_are_those_of(model, PROMPTS, completions)
+    with open_engine(tiny_llama) as llm:
+        alone = llm.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in alone]

@@ -215,3 +215,26 @@ def test_block_hashes_are_the_same_in_every_process() -> None:
     }
     assert len(outputs) == 1
     assert len(outputs.pop()) > 2 * 32
+
+
+def test_blocks_that_have_left_the_window_of_every_layer_are_given_back() -> None:
+    cache = CacheManager(CacheConfig(block_size=4), 8, sliding_window=5)
+    request = infer_request(prompt=list(range(20)))
+    assert cache.try_admit(request, 20)
+    # The next token is at position 16 and sees 12 to 16: blocks 0 to 2 are behind it.
+    cache.publish(request, 16)
+    cache.release_left_behind(request, 16)
+    assert request.num_released_blocks == 3
+    assert cache.usage.num_free_blocks == 8 - 2
+    cache.check_integrity([request])
+    cache.free(request)
+    assert cache.usage.num_free_blocks == 8
+    cache.check_integrity([])
+
+
+def test_without_a_window_nothing_is_given_back_early() -> None:
+    cache = CacheManager(CacheConfig(block_size=4), 8)
+    request = infer_request(prompt=list(range(20)))
+    assert cache.try_admit(request, 20)
+    cache.release_left_behind(request, 16)
+    assert cache.usage.num_free_blocks == 3

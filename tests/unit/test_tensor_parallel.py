@@ -14,7 +14,7 @@ from torch import nn
 from engine.backends import load_backend
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import ConfigError
-from engine.models import KVLayout
+from engine.layers.paged_attention import LayerShape
 from engine.models.slices import can_share_heads, packed_ranges, range_of, range_of_heads
 from engine.models.tensor_parallel import check_plan, split_model
 from engine.parallel import ParallelGroup, Rendezvous
@@ -322,7 +322,11 @@ def test_ranks_share_the_threads_equally() -> None:
 
 def test_ranks_on_one_device_share_its_memory() -> None:
     backend = load_backend("cpu")
-    layouts = (KVLayout(num_key_heads=1, key_width=64, num_value_heads=1, value_width=64),)
+    layouts = (
+        LayerShape(
+            num_key_heads=1, key_width=64, num_value_heads=1, value_width=64, sliding_window=None
+        ),
+    )
     config = CacheConfig(kv_cache_gib=0.25, block_size=16)
     whole, half = (
         count_blocks(
