@@ -81,6 +81,14 @@ def make_model(family: str, folder: Path, **settings: Any) -> Any:
     return model
 
 
+def every_layer_slides(model: Any) -> bool:
+    """Tell whether no layer of the model sees the whole text."""
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"]
+    return bool(getattr(model.config, "sliding_window", None)) and set(kinds) == {
+        "sliding_attention"
+    }
+
+
 def make_prompts(*lengths: int) -> list[list[int]]:
     """Return random prompts without special tokens, always the same ones."""
     generator = torch.Generator().manual_seed(1)

@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_families import FAMILIES, generate_reference, make_model, make_prompts
+from model_families import (
+    FAMILIES,
+    every_layer_slides,
+    generate_reference,
+    make_model,
+    make_prompts,
+)
 
 from engine import Completion, ConfigError, EngineConfig, OfflineInference, SamplingParams
 
@@ -18,7 +24,12 @@ PROMPTS = make_prompts(21, 13, 3, 40)
 def run(folder: Path, prompts: list[list[int]], **sections: Any) -> list[Completion]:
     settings = {"cache": {"block_size": 4, "num_blocks": 200}, **sections}
     config = EngineConfig.model_validate(
-        {"model_path": str(folder), "dtype": "float32", "runtime": {"inline": True}, **settings}
+        {
+            "model_path": str(folder),
+            "dtype": "float32",
+            "runtime": {"inline": True, "num_threads": 1},
+            **settings,
+        }
     )
     with OfflineInference(config) as llm:
         return llm.generate(prompts, PARAMS)
@@ -45,7 +56,9 @@ def test_family_gives_the_tokens_of_transformers_in_every_schedule(
     few_blocks = {"block_size": 4, "num_blocks": 24, "enable_prefix_caching": False}
     preempted = run(tmp_path, PROMPTS, cache=few_blocks)
     assert tokens(preempted) == expected
-    assert sum(completion.num_preemptions for completion in preempted) > 0
+    # A model that forgets what left its window hardly ever runs out of blocks.
+    if not every_layer_slides(model):
+        assert sum(completion.num_preemptions for completion in preempted) > 0
 
     one_by_one = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
     twice = run(tmp_path, [*PROMPTS, *PROMPTS], scheduler=one_by_one)

@@ -52,6 +52,19 @@ def when_committed(ledger: Ledger, job_id: str = "job-1") -> dict[int, tuple[flo
 
 
 class TestRun:
+    def test_a_job_that_biases_tokens_and_scores_prompts_is_taken_up_again(
+        self, ledger: Ledger, tmp_path: Path
+    ) -> None:
+        rows = [*questions(6), {"prompt": "a", "sampling": {"stop_token_ids": [10**6]}}]
+        scoring = {"max_tokens": 0, "prompt_logprobs": 0, "logit_bias": {"65": -1.0}}
+        config = make_job(tmp_path, rows, sampling=scoring)
+        run_half(config)
+        outcome, _ = run_job(config)
+        assert (outcome.state, outcome.exit_code) == (JobState.FINISHED, ExitCode.ROWS_FAILED)
+        *scored, failed = stored_rows(config)
+        assert {(row.finish_reason, row.text) for row in scored} == {("length", "")}
+        assert "line 7: sampling parameter stop_token_ids names token" in str(failed.error_message)
+
     def test_a_whole_job_answers_every_row_in_input_order(
         self, ledger: Ledger, tmp_path: Path
     ) -> None:
