@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.request import Completion as Completion
     from engine.request import FinishReason as FinishReason
     from engine.request import GenerateRequest as GenerateRequest
+    from engine.request import StreamedToken as StreamedToken
     from engine.request import sampling_key_of as sampling_key_of
     from engine.sampling_params import SamplingParams as SamplingParams
     from engine.tokenizer import Tokenizer as Tokenizer
@@ -49,6 +50,7 @@ _HOME = {
     "RunStats": "metrics",
     "SamplingParams": "sampling_params",
     "Section": "config",
+    "StreamedToken": "request",
     "TokenmillError": "errors",
     "Tokenizer": "tokenizer",
     "WorkerError": "errors",

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from engine.errors import RequestError, RequestErrorCode, WorkerError, WorkerFailure
 from engine.execution import ExecutionEngine
+from engine.listeners import Listeners
 from engine.messages import StepDone, StepFailed
 from engine.metrics import Bucket, BucketClock, StatsCollector
 from engine.outbox import Outbox
 from engine.output_processor import OutputProcessor
-from engine.request import FinishReason
+from engine.request import FinishReason, InferRequest
 from engine.request_factory import RequestFactory
 from engine.scheduler import Scheduler
 from engine.session import Session
@@ -44,7 +45,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._factory = factory
         self._processor = processor
-        self._outbox = Outbox(processor, self.signal.set)
+        self._outbox = Outbox(processor, Listeners(factory.tokenizer), self.signal.set)
 
     def running_request_ids(self) -> tuple[str, ...]:
         """Return the ids of the requests that own blocks."""
@@ -177,7 +178,7 @@ class EngineLoop:
         for update in updates:
             request = update.request
             token_id = update.token_id
-            is_stopped = token_id is not None and self._processor.push(request, token_id)
+            is_stopped = token_id is not None and self._push(request, token_id)
             if is_stopped and not request.state.is_terminal:
                 self._scheduler.finish(request, FinishReason.STOP)
             if request.state.is_terminal:
@@ -191,6 +192,11 @@ class EngineLoop:
             worker_sample_seconds=timings.sample_seconds,
         )
         logger.debug("step %s", stats)
+
+    def _push(self, request: InferRequest, token_id: int) -> bool:
+        """Show a token to those who look at each one; return True when a text is to be cut."""
+        self._outbox.stream(request, token_id)
+        return self._processor.push(request, token_id)
 
     def _recover(self, failed: StepFailed) -> None:
         """Undo a step for which the device had no memory, and go on with smaller ones.

@@ -1,7 +1,8 @@
-"""Turns ended requests into text, in a thread of its own, behind the device.
+"""Turns tokens into text, in a thread of its own, behind the device.
 
 The driver hands over requests that are DONE or ERROR; their completions, or the next turn of
-their conversation, appear in their session.
+their conversation, appear in their session. Tokens that somebody listens to pass through here
+too, before the end of their request.
 """
 
 import logging
@@ -9,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from engine.listeners import Listeners
 from engine.output_processor import OutputProcessor
 from engine.request import InferRequest
 from engine.session import Session, Turn
@@ -19,11 +21,17 @@ logger = logging.getLogger(__name__)
 class Outbox:
     """Owns which session and turn each request inside the engine belongs to."""
 
-    def __init__(self, processor: OutputProcessor, on_delivery: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        listeners: Listeners,
+        on_delivery: Callable[[], None],
+    ) -> None:
         self._processor = processor
+        self._listeners = listeners
         self._on_delivery = on_delivery
         self._owners: dict[int, tuple[Session, Turn]] = {}
-        self._queue: queue.SimpleQueue[InferRequest | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[InferRequest | tuple[int, int] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="tokenmill-outbox", daemon=True)
         self._thread.start()
@@ -31,6 +39,13 @@ class Outbox:
     def register(self, request: InferRequest, session: Session, turn: Turn) -> None:
         """Note whom a request belongs to."""
         self._owners[request.uid] = (session, turn)
+        if turn.request.on_token is not None:
+            self._listeners.add(request, turn.request.on_token)
+
+    def stream(self, request: InferRequest, token_id: int) -> None:
+        """Hand over a token, if somebody listens to its request."""
+        if request.uid in self._listeners:
+            self._queue.put((request.uid, token_id))
 
     def put(self, request: InferRequest) -> None:
         """Hand over a request that has ended."""
@@ -45,6 +60,7 @@ class Outbox:
         """Forget a request that was given up; nobody waits for its completion."""
         session, _ = self._owners.pop(request.uid)
         self._processor.forget(request)
+        self._listeners.finish(request.uid)
         session.drop_turn()
 
     def requests_of(self, session: Session) -> set[int]:
@@ -57,18 +73,25 @@ class Outbox:
         self._thread.join()
 
     def _work(self) -> None:
-        while (request := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
             try:
-                session, turn = self._owners.pop(request.uid)
-                completion = self._processor.complete(request)
-                logger.debug(
-                    "completed request_id=%s sample_index=%d finish_reason=%s tokens=%d",
-                    completion.request_id,
-                    completion.sample_index,
-                    completion.finish_reason.value,
-                    completion.num_output_tokens,
-                )
-                session.finish_turn(turn, completion)
-            except Exception as error:  # noqa: BLE001 - raised again in the driver's next put
+                if isinstance(item, tuple):
+                    self._listeners.tell(*item)
+                else:
+                    self._complete(item)
+            except Exception as error:  # noqa: BLE001 - raised again in the driver's next check
                 self._error = error
             self._on_delivery()
+
+    def _complete(self, request: InferRequest) -> None:
+        session, turn = self._owners.pop(request.uid)
+        self._listeners.finish(request.uid)
+        completion = self._processor.complete(request)
+        logger.debug(
+            "completed request_id=%s sample_index=%d finish_reason=%s tokens=%d",
+            completion.request_id,
+            completion.sample_index,
+            completion.finish_reason.value,
+            completion.num_output_tokens,
+        )
+        session.finish_turn(turn, completion)

@@ -59,6 +59,20 @@ def sampling_key_of(request_id: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedToken:
+    """One token as it comes; text is what became certain by it, often empty or a piece of a word.
+
+    token_id is None when only text that was held back is left. A stop string is cut from the
+    completion, not from what was streamed before it was complete.
+    """
+
+    request_id: str
+    sample_index: int
+    token_id: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt and how to answer it; exactly one of prompt, messages, prompt_token_ids is set.
 
@@ -68,6 +82,8 @@ class GenerateRequest:
     before, and the completion brings all replies. depends_on are ids of the same run whose
     completions this one waits for; build_messages then makes its messages from their texts by
     id. A request that others depend on has is_dependency set (`generate` sees to that itself).
+
+    on_token is called with each token as it comes, from a thread of the engine's own.
     """
 
     request_id: str
@@ -82,6 +98,7 @@ class GenerateRequest:
     depends_on: tuple[str, ...] = ()
     build_messages: Callable[[dict[str, str]], Sequence[dict[str, Any]]] | None = None
     is_dependency: bool = False
+    on_token: Callable[[StreamedToken], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

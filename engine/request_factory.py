@@ -17,7 +17,7 @@ class RequestFactory:
 
     def __init__(self, source: ModelSource, tokenizer: Tokenizer) -> None:
         self._source = source
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._uids = itertools.count()
         # Of requests that bring no seed; a job always brings one.
         self._seed = secrets.randbits(63)
@@ -69,7 +69,7 @@ class RequestFactory:
             sample_index=sample_index,
             priority=request.priority,
             deadline=deadline,
-            bad_words_token_ids=self._tokenizer.bad_words_token_ids(bad_words),
+            bad_words_token_ids=self.tokenizer.bad_words_token_ids(bad_words),
             is_truncated=turn.is_truncated,
         )
 

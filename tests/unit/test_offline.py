@@ -14,6 +14,7 @@ from engine import (
     OfflineInference,
     RequestErrorCode,
     SamplingParams,
+    StreamedToken,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -243,3 +244,42 @@ def test_every_sample_of_a_prompt_has_its_own_text_and_shares_the_prompts_blocks
     assert len({completion.text for completion in done[:3]}) == 3
     assert [c.num_cached_tokens > 0 for c in done[:3]] == [False, True, True]
     assert [c.text for c in done] == [c.text for c in again]
+
+
+def test_callback_gets_every_token_in_order_and_the_whole_text() -> None:
+    heard: dict[str, list[StreamedToken]] = {"a": [], "b": []}
+
+    def listen(token: StreamedToken) -> None:
+        heard[token.request_id].append(token)
+
+    with OfflineInference(mock_config()) as llm:
+        done = llm.generate([request(name, on_token=listen) for name in heard])
+    for completion in done:
+        tokens = heard[completion.request_id]
+        assert tuple(t.token_id for t in tokens if t.token_id is not None) == completion.token_ids
+        assert "".join(token.text for token in tokens) == completion.text
+
+
+def test_callback_that_raises_is_logged_once_and_nothing_else_notices(
+    expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def broken(token: StreamedToken) -> None:
+        calls.append(token)
+        raise LookupError("the caller's own trouble")
+
+    requests = [
+        GenerateRequest(
+            request_id=str(number),
+            prompt=prompt,
+            sampling_params=GREEDY,
+            on_token=broken if number == 3 else None,
+        )
+        for number, prompt in enumerate(prompts(20))
+    ]
+    with OfflineInference(mock_config()) as llm:
+        assert texts(llm.generate(requests)) == expected[:20]
+    assert len(calls) == 1
+    (record,) = [record for record in caplog.records if record.name == "engine.listeners"]
+    assert "request_id=3" in record.getMessage()

@@ -77,3 +77,12 @@ def test_impossible_tokens_and_broken_logits_are_told_as_they_are() -> None:
     assert math.isnan(broken.logprob)
     assert broken.rank == 2
     assert [token for token, _ in broken.top] == [0, 1, 2]
+
+
+def test_the_tokens_of_broken_logits_come_in_the_order_of_their_ids() -> None:
+    logits = torch.randn(2, 5000)
+    logits[1, 4000] = NAN
+    good, broken = score(logits, [3, 4500], [4, 4])
+    assert good == score(logits[:1], [3], [4])[0]
+    assert broken.rank == 4501
+    assert [token for token, _ in broken.top] == [0, 1, 2, 3]
