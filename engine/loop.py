@@ -144,7 +144,10 @@ class EngineLoop:
                 num_free_blocks=scheduler.num_free_blocks,
                 schedule_seconds=time.perf_counter() - started,
             )
-            self.execution.submit(step.batch)
+            try:
+                self.execution.submit(step.batch)
+            except WorkerError as error:
+                raise self._with_state(str(error), error.failure) from error
 
     def _collect(self) -> StepDone | StepFailed:
         """Wait for the oldest step; what goes wrong is told with the state of the queues."""

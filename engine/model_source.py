@@ -14,11 +14,11 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model_checks import WEIGHT_SUFFIX, check_architecture, check_weights
 from engine.sampling_params import SamplingParams
 
 _CONFIG_NAME = "config.json"
 _GENERATION_CONFIG_NAME = "generation_config.json"
-_WEIGHT_SUFFIX = ".safetensors"
 # Bytes of a weights file that its fingerprint reads at the head, in the middle and at the end.
 _SAMPLE_BYTES = 1 << 20
 # The sampling defaults that a generation_config.json may set, and our names of them.
@@ -59,14 +59,15 @@ class ModelSource:
         """Read the folder that the configuration names.
 
         Raises:
-            ConfigError: no such folder, no config.json, no safetensors, an unreadable file, or
-                a max_model_len beyond what the model has positions for.
+            ConfigError: no such folder, no config.json, no safetensors, an unreadable file, a
+                model that cannot run, or a max_model_len beyond what it has positions for.
         """
         if config.device == "mock":
             return cls._mock(config)
         path = Path(config.model_path)
         _check_folder(path)
         data = _read_json(path / _CONFIG_NAME)
+        check_architecture(path, data)
         text = data.get("text_config", data)
         limit = _max_positions(text, path)
         wanted = config.max_model_len or limit
@@ -125,6 +126,8 @@ class ModelSource:
 
 
 def _check_folder(path: Path) -> None:
+    if path.exists():
+        check_weights(path)
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, siblings, n=1)
@@ -135,11 +138,11 @@ def _check_folder(path: Path) -> None:
         )
     if not (path / _CONFIG_NAME).is_file():
         raise ConfigError(f"engine.model_path: {path} has no {_CONFIG_NAME}; is it a model folder?")
-    if not any(path.glob(f"*{_WEIGHT_SUFFIX}")):
+    if not any(path.glob(f"*{WEIGHT_SUFFIX}")):
         found = sorted({p.suffix for p in path.iterdir() if p.is_file() and p.suffix})
         raise ConfigError(
-            f"engine.model_path: {path} has no *{_WEIGHT_SUFFIX} (it has {', '.join(found)}); "
-            "convert the weights to safetensors with save_pretrained"
+            f"engine.model_path: {path} has no *{WEIGHT_SUFFIX} (it has {', '.join(found)}); is it "
+            "a whole model folder?"
         )
 
 
@@ -199,7 +202,7 @@ def _generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
 def _hash_folder(path: Path) -> str:
     digest = blake2b(digest_size=16)
     for file in sorted(p for p in path.iterdir() if p.is_file()):
-        if file.suffix not in (".json", ".jinja", ".model", ".txt", ".py", _WEIGHT_SUFFIX):
+        if file.suffix not in (".json", ".jinja", ".model", ".txt", ".py", WEIGHT_SUFFIX):
             continue
         digest.update(file.name.encode())
         digest.update(_file_digest(file))
@@ -212,7 +215,7 @@ def _file_digest(file: Path) -> bytes:
     size = file.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with file.open("rb") as stream:
-        if size <= 4 * _SAMPLE_BYTES or file.suffix != _WEIGHT_SUFFIX:
+        if size <= 4 * _SAMPLE_BYTES or file.suffix != WEIGHT_SUFFIX:
             while chunk := stream.read(_SAMPLE_BYTES):
                 digest.update(chunk)
         else:

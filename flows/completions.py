@@ -5,7 +5,7 @@ These are statements on a connection; flows.ledger decides which of them make on
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, RowMapping, case, delete, func, insert, select, tuple_
 
@@ -95,7 +95,7 @@ def read_after(
     """Yield completions with text behind the key `after`, in the order of the input."""
     key = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
     query = (
-        select(CompletionTable, PayloadTable.text, PayloadTable.token_ids)
+        select(CompletionTable, PayloadTable.text, PayloadTable.token_ids, PayloadTable.turns)
         .outerjoin(
             PayloadTable,
             (PayloadTable.job_key == CompletionTable.job_key)
@@ -107,7 +107,12 @@ def read_after(
         .limit(limit)
     )
     for row in connection.execute(query).mappings():
-        yield _read(row, text=row["text"], token_ids=row["token_ids"] or ())
+        yield replace(
+            _read(row),
+            text=row["text"],
+            token_ids=row["token_ids"] or (),
+            turns=tuple(row["turns"] or ()),
+        )
 
 
 def count_by_shard(
@@ -146,9 +151,7 @@ def _find_existing(
     return [row for row in existing if row.key in keys]
 
 
-def _read(
-    row: RowMapping, *, text: str | None = None, token_ids: Sequence[int] = ()
-) -> CompletionRow:
+def _read(row: RowMapping) -> CompletionRow:
     return CompletionRow(
         row_index=row["row_index"],
         sample_index=row["sample_index"],
@@ -160,8 +163,6 @@ def _read(
         num_prompt_tokens=row["num_prompt_tokens"],
         num_cached_tokens=row["num_cached_tokens"],
         num_output_tokens=row["num_output_tokens"],
-        text=text,
-        token_ids=token_ids,
     )
 
 
@@ -187,7 +188,7 @@ def _completion_values(
 
 
 def _has_payload(row: CompletionRow) -> bool:
-    return row.text is not None or len(row.token_ids) > 0
+    return row.text is not None or len(row.token_ids) > 0 or len(row.turns) > 0
 
 
 def _payload_values(job_key: int, row: CompletionRow) -> dict[str, object]:
@@ -197,4 +198,5 @@ def _payload_values(job_key: int, row: CompletionRow) -> dict[str, object]:
         "sample_index": row.sample_index,
         "text": row.text,
         "token_ids": row.token_ids,
+        "turns": list(row.turns) or None,
     }

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from engine import ConfigError, EngineConfig, SamplingParams, Section
 
 LEDGER_URL_VARIABLE = "TOKENMILL_LEDGER_URL"
 DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
+# 30 years; an operating system cannot wait for an infinite time.
+MAX_TIMEOUT_SECONDS = 1_000_000_000
 
 # Other tools' names for our keys, for the message about a misspelt one.
 _OTHER_NAMES = {
@@ -36,8 +38,23 @@ class ColumnMapping(Section):
     prompt: str = Field(default="prompt", description="Text that is continued as it stands.")
     messages: str = Field(default="messages", description="Chat messages in OpenAI's form.")
     prompt_token_ids: str = Field(default="prompt_token_ids", description="Ready token ids.")
+    turns: str = Field(
+        default="turns",
+        description="User messages of a conversation, a list of strings; each is asked after the "
+        "reply to the one before. A column that is named above is not read as turns.",
+    )
     sampling: str = Field(default="sampling", description="Object of sampling overrides.")
     priority: str = Field(default="priority", description="Whole number; lower runs earlier.")
+    timeout_seconds: str = Field(
+        default="timeout_seconds", description="The row's own row_timeout_seconds."
+    )
+
+    @property
+    def prompt_columns(self) -> tuple[str, ...]:
+        """Return the names of the columns of which a row holds exactly one."""
+        names = (self.prompt, self.messages, self.prompt_token_ids)
+        # Sources that call their chat messages `turns` are older than this column.
+        return names if self.turns in names else (*names, self.turns)
 
 
 class SourceConfig(Section):
@@ -107,6 +124,11 @@ class JobConfig(Section):
         description="Seed of all draws; drawn once and stored with the job when left out.",
     )  # fmt: skip
     engine: EngineConfig
+    row_timeout_seconds: float | None = Field(
+        default=None, gt=0, le=MAX_TIMEOUT_SECONDS,
+        description="A row that is not answered so long after the engine has queued it becomes an "
+        "error row; each turn of a conversation has so long.",
+    )  # fmt: skip
     shards: int = Field(default=1, ge=1, le=10_000, description="Parts that run on their own.")
     ledger_url: str | None = Field(
         default=None,
@@ -128,6 +150,16 @@ class JobConfig(Section):
     commit_seconds: float = Field(
         default=1.0, gt=0, description="Longest time that a finished answer waits for its commit."
     )
+
+    @field_validator("sampling")
+    @classmethod
+    def _one_answer_a_row(cls, sampling: SamplingParams) -> SamplingParams:
+        if sampling.n > 1:
+            raise ValueError(
+                f"n is {sampling.n}, and a job keeps one answer of each row so far; leave n out, "
+                "and write a row several times (with ids of their own) for several answers"
+            )
+        return sampling
 
     @model_validator(mode="after")
     def _source_names_are_distinct(self) -> "JobConfig":

@@ -131,8 +131,11 @@ def _line(
     error = None
     if completion.error_code is not None:
         error = {"code": completion.error_code, "message": completion.error_message}
-    results: dict[str, Any] = {
-        "text": completion.text,
+    results: dict[str, Any] = {"text": completion.text}
+    if isinstance(row, PromptRecord) and row.turns:
+        last = () if completion.text is None else (completion.text,)
+        results["replies"] = [*completion.turns, *last]
+    results |= {
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": completion.num_prompt_tokens,
         "num_output_tokens": completion.num_output_tokens,

@@ -9,7 +9,11 @@ from flows.schema import JobState, RowState, ShardState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRow:
-    """One finished (row, sample). num_output_tokens counts the token that ended the text too."""
+    """One finished (row, sample). num_output_tokens counts the tokens that ended texts too.
+
+    turns are the replies of a conversation before the last, whose reply is the text. A row that
+    failed has those that were there before.
+    """
 
     row_index: int
     sample_index: int = 0
@@ -23,6 +27,7 @@ class CompletionRow:
     num_output_tokens: int = 0
     text: str | None = None
     token_ids: Sequence[int] = ()
+    turns: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:

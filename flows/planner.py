@@ -6,7 +6,7 @@ rows with one id, a column that collides with a result field, no rows) stops the
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,8 @@ from flows.rows import printable
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1000
+# Stands for a reply that is not there yet: one token. Some chat templates refuse an empty one.
+_SHORTEST_REPLY = "."
 
 
 class PromptEncoder(Protocol):
@@ -128,6 +130,12 @@ def plan_job(
             paths = ", ".join(str(source.path) for source in config.sources)
             raise ConfigError(f"no rows in {paths}; wanted one JSON object on each line")
         builder.publish(num_rows=tally.num_rows, num_shards=config.shards)
+    if indexer.num_outgrowing:
+        logger.warning(
+            "%d conversation(s) outgrow max_model_len %d if every reply takes its max_tokens; a "
+            "row whose next turn does not fit then fails with prompt_too_long",
+            indexer.num_outgrowing, max_model_len,
+        )  # fmt: skip
     plan = _summarise(tally, index_path, reader.content_hash())
     logger.info(
         "planned rows=%s bad_rows=%s prompt_tokens=%s longest_prompt_tokens=%s",
@@ -150,6 +158,7 @@ class _RowIndexer:
         self._encoder = encoder
         self._default_sampling = default_sampling
         self._max_model_len = max_model_len
+        self.num_outgrowing = 0  # conversations that long replies would make too long
 
     def index(self, row: PromptRecord | BadRow) -> IndexRow:
         """Return the row as the index holds it, with what is wrong with it."""
@@ -161,19 +170,54 @@ class _RowIndexer:
             return _refused(indexed, row.error.code, row.error.message)
         try:
             params = self._default_sampling.overlaid(row.sampling)
-            num_tokens = len(self._encoder.encode_request(row.to_request(params)))
+            _check_sampling(row, params)
+            request = row.to_request(params)
+            num_tokens = len(self._encoder.encode_request(request))
+            indexed = indexed._replace(num_prompt_tokens=num_tokens)
+            if request.turns:
+                self._check_conversation(request)
+            elif num_tokens + min(params.max_tokens, 1) > self._max_model_len:
+                raise self._too_long(f"the prompt has {num_tokens} tokens", "the prompt")
         except RequestError as error:
             message = f"{self._reader.describe(location)}: {error.message}"
             return _refused(indexed, error.code, message)
-        indexed = indexed._replace(num_prompt_tokens=num_tokens)
-        if num_tokens + min(params.max_tokens, 1) <= self._max_model_len:
-            return indexed
-        message = (
-            f"{self._reader.describe(location)}: the prompt has {num_tokens} tokens "
-            f"and its answer needs at least one, more than max_model_len {self._max_model_len}; "
-            "shorten the prompt or raise engine.max_model_len"
+        return indexed
+
+    def _check_conversation(self, request: GenerateRequest) -> None:
+        """Refuse a conversation whose last turn cannot fit even after the shortest replies.
+
+        What longer replies leave no room for is the engine's to refuse, turn by turn.
+        """
+        messages = list(request.messages or ())
+        for turn in request.turns:
+            messages.append({"role": "assistant", "content": _SHORTEST_REPLY})
+            messages.append({"role": "user", "content": turn})
+        whole = replace(request, messages=messages, turns=())
+        num_tokens = len(self._encoder.encode_request(whole))
+        num_turns = len(request.turns) + 1
+        if num_tokens + 1 > self._max_model_len:
+            found = f"the last of its {num_turns} turns has a prompt of {num_tokens} tokens or more"
+            raise self._too_long(found, "the conversation")
+        longest = num_tokens + num_turns * request.sampling_params.max_tokens
+        self.num_outgrowing += longest > self._max_model_len
+
+    def _too_long(self, found: str, what: str) -> RequestError:
+        return RequestError(
+            RequestErrorCode.PROMPT_TOO_LONG,
+            f"{found} and its answer needs at least one, more than max_model_len "
+            f"{self._max_model_len}; shorten {what} or raise engine.max_model_len",
         )
-        return _refused(indexed, RequestErrorCode.PROMPT_TOO_LONG, message)
+
+
+def _check_sampling(row: PromptRecord, params: SamplingParams) -> None:
+    """Refuse sampling that the engine knows and a job does not."""
+    if params.n > 1:
+        problem = f"n is {params.n}, and a job keeps one answer of each row so far; leave n out"
+    elif row.turns and params.is_scoring_only:
+        problem = "max_tokens is 0, and a conversation needs replies; raise it"
+    else:
+        return
+    raise RequestError(RequestErrorCode.INVALID_SAMPLING_PARAMS, f"sampling parameter {problem}")
 
 
 def _refused(row: IndexRow, code: RequestErrorCode, message: str) -> IndexRow:

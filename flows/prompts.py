@@ -7,17 +7,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine import ConfigError, RequestError, RequestErrorCode
 from flows.config import ColumnMapping, PromptConfig
-from flows.rows import (
-    PromptRecord,
-    RowLocation,
+from flows.row_fields import (
     read_messages,
     read_priority,
     read_prompt_text,
     read_prompt_token_ids,
     read_sampling,
-    shown_names,
-    without_surrogates,
+    read_timeout_seconds,
+    read_turns,
 )
+from flows.rows import PromptRecord, RowLocation, shown_names, without_surrogates
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -61,6 +60,7 @@ class PromptBuilder:
             location=location,
             sampling=read_sampling(columns, mapping),
             priority=read_priority(columns, mapping),
+            timeout_seconds=read_timeout_seconds(columns, mapping),
             columns=columns,
             **kinds,
         )
@@ -68,7 +68,7 @@ class PromptBuilder:
     def _prompt_of(self, columns: dict[str, Any], mapping: ColumnMapping) -> dict[str, Any]:
         if self._template is not None:
             return self._from_text(_render("prompt.template", self._template, columns), columns)
-        names = (mapping.prompt, mapping.messages, mapping.prompt_token_ids)
+        names = mapping.prompt_columns
         present = [name for name in names if columns.get(name) is not None]
         if len(present) != 1:
             raise _not_one_prompt(present, names, columns)
@@ -77,7 +77,11 @@ class PromptBuilder:
         if present[0] == mapping.messages:
             messages = without_surrogates(read_messages(columns, mapping))
             return {"messages": self._with_system(messages, columns)}
-        return {"prompt_token_ids": read_prompt_token_ids(columns, mapping)}
+        if present[0] == mapping.prompt_token_ids:
+            return {"prompt_token_ids": read_prompt_token_ids(columns, mapping)}
+        turns = tuple(without_surrogates(read_turns(columns, mapping)))
+        first = [{"role": "user", "content": turns[0]}]
+        return {"messages": self._with_system(first, columns), "turns": turns}
 
     def _from_text(self, text: str, columns: dict[str, Any]) -> dict[str, Any]:
         clean = without_surrogates(text)
@@ -141,7 +145,10 @@ def _not_one_prompt(
     present: list[str], names: tuple[str, ...], columns: dict[str, Any]
 ) -> RequestError:
     if present:
-        message = f"several prompts: {shown_names(present)}; keep one and set the others to null"
+        message = (
+            f"several prompts: {shown_names(present)}; keep one and set the others to null, or "
+            "name other columns in the source's columns"
+        )
     else:
         message = (
             f"no prompt: wanted one of the columns {shown_names(names)}, found "

@@ -17,16 +17,18 @@ from typing import BinaryIO, Self
 from engine import ConfigError, RequestError
 from flows.config import PromptConfig, SourceConfig
 from flows.prompts import PromptBuilder
+from flows.row_fields import read_row_id
 from flows.rows import BadRow as BadRow
 from flows.rows import PromptRecord as PromptRecord
 from flows.rows import RowLocation as RowLocation
-from flows.rows import parse_columns, printable, read_row_id
+from flows.rows import parse_columns, printable
 
 ROW_ID_FIELD = "row_id"
 # What an output line adds to the row's own columns, each behind output.result_prefix.
 RESULT_FIELDS = (
     "sample_index",
     "text",
+    "replies",
     "finish_reason",
     "num_prompt_tokens",
     "num_output_tokens",

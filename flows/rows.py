@@ -1,4 +1,4 @@
-"""One row: its types, and the way from a line's bytes to its columns and typed fields.
+"""One row: its types, and the way from a line's bytes to its columns.
 
 It knows neither files nor templates; whoever reads the line adds file and line to the message.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import GenerateRequest, RequestError, RequestErrorCode, SamplingParams
-from flows.config import ColumnMapping
 
 # json itself gives up somewhere near Python's recursion limit, which depends on who calls; a fixed
 # limit gives one row the same answer in every caller, when it is read and when it is written.
@@ -33,9 +32,10 @@ class RowLocation:
 class PromptRecord:
     """A row that can be asked; exactly one of prompt, messages, prompt_token_ids is set.
 
-    row_index is the position in the whole input, over all sources, from 0. sampling holds
-    overrides that nobody has validated yet. columns are the row as it was written, to be carried
-    to the output.
+    row_index is the position in the whole input, over all sources, from 0. turns are the user
+    messages of a conversation, empty when the row is none; messages then end with the first of
+    them. sampling holds overrides that nobody has validated yet. columns are the row as it was
+    written, to be carried to the output.
     """
 
     row_index: int
@@ -44,12 +44,17 @@ class PromptRecord:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
+    turns: tuple[str, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
+    timeout_seconds: float | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
-    def to_request(self, sampling_params: SamplingParams) -> GenerateRequest:
+    def to_request(
+        self, sampling_params: SamplingParams, *, default_timeout_seconds: float | None = None
+    ) -> GenerateRequest:
         """Return the request that asks the engine about this row."""
+        own_timeout = self.timeout_seconds
         return GenerateRequest(
             request_id=self.row_id,
             prompt=self.prompt,
@@ -57,6 +62,8 @@ class PromptRecord:
             prompt_token_ids=self.prompt_token_ids,
             sampling_params=sampling_params,
             priority=self.priority,
+            timeout_seconds=default_timeout_seconds if own_timeout is None else own_timeout,
+            turns=self.turns[1:],
         )
 
 
@@ -126,7 +133,7 @@ def parse_columns(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(
             RequestErrorCode.BAD_ROW,
-            f"found {_json_type(value)}, wanted one JSON object that holds the row's columns",
+            f"found {json_type(value)}, wanted one JSON object that holds the row's columns",
         )
     may_be_deep = line.count(b"[") + line.count(b"{") > MAX_NESTING
     if may_be_deep and not _is_nested_within(value, MAX_NESTING):
@@ -165,122 +172,8 @@ def _describe_json_error(error: ValueError, line: bytes) -> str:
     return f"not valid JSON: {what}; found {start}; write one JSON object on each line"
 
 
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
+    """Return what an error message calls the kind of a value read from JSON."""
     names = {dict: "an object", list: "an array", str: "a string", type(None): "null"}
     names |= {bool: "a boolean", int: "a number", float: "a number"}
     return names[type(value)]
-
-
-def read_row_id(columns: dict[str, Any], mapping: ColumnMapping) -> str | None:
-    """Return the user's id of the row, None when it has none.
-
-    Raises:
-        RequestError: the id is neither text nor a whole number, or cannot be stored.
-    """
-    value = None if mapping.id is None else columns.get(mapping.id)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        problem = f"is {_json_type(value)} {shown(value)}, wanted a string or a whole number"
-    elif printable(text := str(value)) != text:
-        problem = f"is {shown(value)}, which holds a NUL or half of a surrogate pair"
-    elif not text:
-        problem = "is an empty string; write null for a row without id"
-    else:
-        return text
-    raise _bad_field(mapping.id, problem, "columns.id")
-
-
-def read_messages(columns: dict[str, Any], mapping: ColumnMapping) -> list[dict[str, Any]]:
-    """Return the row's chat messages.
-
-    Raises:
-        RequestError: not a list of objects with a role and, where given, readable content.
-    """
-    value = columns[mapping.messages]
-    if not isinstance(value, list) or not value:
-        problem = f"is {shown(value)}, wanted a list of at least one message"
-        raise _bad_field(mapping.messages, problem, "columns.messages")
-    for index, message in enumerate(value):
-        place = f"{mapping.messages}[{index}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            problem = f"is {shown(message)}, wanted an object with a string `role`"
-            raise _bad_field(place, problem, "columns.messages")
-        content = message.get("content")
-        if not (content is None or isinstance(content, str | list)):
-            problem = f"has content {shown(content)}, wanted a string or a list of parts"
-            raise _bad_field(place, problem, "columns.messages")
-    return value
-
-
-def read_prompt_token_ids(columns: dict[str, Any], mapping: ColumnMapping) -> list[int]:
-    """Return the row's ready token ids; whether the vocabulary has them is not checked here.
-
-    Raises:
-        RequestError: not a list of whole numbers.
-    """
-    value = columns[mapping.prompt_token_ids]
-    if not isinstance(value, list) or any(type(token) is not int for token in value):
-        problem = f"is {shown(value)}, wanted a list of whole numbers"
-        raise _bad_field(mapping.prompt_token_ids, problem, "columns.prompt_token_ids")
-    return value
-
-
-def read_prompt_text(columns: dict[str, Any], mapping: ColumnMapping) -> str:
-    """Return the row's prompt string.
-
-    Raises:
-        RequestError: not a string.
-    """
-    value = columns[mapping.prompt]
-    if not isinstance(value, str):
-        problem = (
-            f"is {_json_type(value)} {shown(value)}, wanted a string; chat messages belong in "
-            f"{mapping.messages!r}, token ids in {mapping.prompt_token_ids!r}"
-        )
-        raise _bad_field(mapping.prompt, problem, "columns.prompt")
-    return value
-
-
-def read_sampling(columns: dict[str, Any], mapping: ColumnMapping) -> dict[str, Any]:
-    """Return the row's sampling overrides; names and ranges are not checked here.
-
-    Raises:
-        RequestError: not an object.
-    """
-    value = columns.get(mapping.sampling)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        problem = f"is {shown(value)}, wanted an object such as {{'temperature': 0.5}}"
-        code = RequestErrorCode.INVALID_SAMPLING_PARAMS
-        raise _bad_field(mapping.sampling, problem, "columns.sampling", code=code)
-    return value
-
-
-def read_priority(columns: dict[str, Any], mapping: ColumnMapping) -> int:
-    """Return the row's priority, 0 when it has none.
-
-    Raises:
-        RequestError: not a whole number.
-    """
-    value = columns.get(mapping.priority)
-    if value is None:
-        return 0
-    if type(value) is not int:
-        problem = f"is {shown(value)}, wanted a whole number"
-        raise _bad_field(mapping.priority, problem, "columns.priority")
-    return value
-
-
-def _bad_field(
-    name: str | None,
-    problem: str,
-    setting: str,
-    *,
-    code: RequestErrorCode = RequestErrorCode.BAD_ROW,
-) -> RequestError:
-    return RequestError(
-        code,
-        f"{name} {problem}; mend the row, or name another column in the source's {setting}",
-    )

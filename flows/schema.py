@@ -70,6 +70,7 @@ class Base(DeclarativeBase):
         float: Double(),
         bytes: LargeBinary(),
         dict[str, Any]: JSON(none_as_null=True),
+        list[str]: JSON(none_as_null=True),
         JobState: Text(),
         ShardState: Text(),
         RowState: Text(),
@@ -177,7 +178,7 @@ class PayloadTable(Base):
     text: Mapped[str | None] = mapped_column(OutsideText)
     token_ids: Mapped[Sequence[int] | None] = mapped_column(TokenIds)
     logprobs: Mapped[bytes | None]
-    turns: Mapped[dict[str, Any] | None]
+    turns: Mapped[list[str] | None]
     choices: Mapped[dict[str, Any] | None]
 
 

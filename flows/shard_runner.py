@@ -167,7 +167,10 @@ class _ShardRun:
                 "put the file back, or start a new job"
             )
         self._row_index_of[row.row_id] = row.row_index
-        return record.to_request(self._shard_job.sampling.overlaid(record.sampling))
+        return record.to_request(
+            self._shard_job.sampling.overlaid(record.sampling),
+            default_timeout_seconds=self._shard_job.config.row_timeout_seconds,
+        )
 
     def _to_row(self, completion: Completion) -> CompletionRow:
         error = completion.error
@@ -188,6 +191,7 @@ class _ShardRun:
             num_output_tokens=completion.num_output_tokens,
             text=completion.text if error is None else None,
             token_ids=completion.token_ids,
+            turns=tuple(reply.text for reply in completion.replies),
         )
 
     def _summary(self, slot: int, engine: OfflineInference, stats: RunStats) -> ShardSummary:

@@ -1,5 +1,6 @@
 """Ranks of one group as threads of this process: the same gloo, without starting processes."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ def run_ranks(
 ) -> list[_Result]:
     """Run `work` once for each rank, all at the same time; return the results by rank."""
     folder.mkdir(exist_ok=True)
+    # A rank that fails at once must not leave while another still connects to it.
+    is_joined = threading.Barrier(world_size, timeout=_TIMEOUT_SECONDS)
 
     def run_rank(rank: int) -> _Result:
         group = ParallelGroup.join(
@@ -25,6 +28,7 @@ def run_ranks(
             "gloo",
         )
         try:
+            is_joined.wait()
             return work(group)
         finally:
             group.leave()

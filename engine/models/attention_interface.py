@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.backends.base import AttentionOptions
+from engine.errors import ConfigError
 from engine.layers.paged_attention import PagedAttention
 
 ATTENTION_NAME = "tokenmill_paged"
@@ -42,6 +43,11 @@ def _attention_forward(  # noqa: PLR0913 - the signature is transformers'
     s_aux: torch.Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} brings an attention mask of its own, and tokenmill knows "
+            "causal attention and sliding windows alone; take another model"
+        )
     options = AttentionOptions(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         sliding_window=sliding_window,

@@ -127,7 +127,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
 # One of each kind: plain, window and soft cap with tied embeddings, packed attention with biases,
 # experts, gathered outputs, packed and gathered, biases of q, k and v, latent attention.
-IN_PROCESSES = ("llama", "gemma2", "gpt_neox", "mixtral", "olmo2", "phi3", "qwen2", "deepseek_v3")
+# Every family is compared in one process above; these are what a process adds.
+IN_PROCESSES = ("llama", "gemma2", "mixtral", "phi3")
 
 
 def two_ranks(folder: Path, **settings: Any) -> EngineConfig:
@@ -258,15 +259,15 @@ def test_opening_and_closing_leaves_nothing_behind(
     before = children()
     answers: list[list[list[int]]] = []
     num_files: list[int] = []
-    for _ in range(5):
+    for _ in range(3):
         with llm:
             assert len(children() - before) == 2
             answers.append(tokens(llm.generate(PROMPTS, GREEDY)))
         assert children() == before
         assert list(scratch.iterdir()) == []
         num_files.append(psutil.Process().num_fds())
-    assert answers == [answers[0]] * 5
-    assert num_files == [num_files[0]] * 5
+    assert answers == [answers[0]] * 3
+    assert num_files == [num_files[0]] * 3
 
 
 def children() -> set[int]:

@@ -33,6 +33,18 @@ def test_any_text_survives(ledger: Ledger, answer: str) -> None:
     assert stored(ledger, job) == [row, bad]
 
 
+def test_replies_of_earlier_turns_survive_with_and_without_a_text(ledger: Ledger) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    turns = ("first", "", "a\x00b \ud800 \u2028 \u4f60")
+    rows = [
+        replace(ok_row(0), turns=turns),
+        ok_row(1),
+        replace(error_row(2), turns=turns[:1]),
+    ]
+    ledger.commit(acquire(ledger, job), rows)
+    assert stored(ledger, job) == rows
+
+
 def test_text_is_searched_by_sql(ledger: Ledger) -> None:
     job = ledger.create_job(new_job(num_shards=1))
     ledger.commit(

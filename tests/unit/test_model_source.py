@@ -115,8 +115,8 @@ def test_a_folder_that_is_no_model_folder_says_what_is_missing(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"has no config\.json; is it a model folder\?"):
         inspect(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors \(it has \.bin, \.json\); convert"):
+    (tmp_path / "merges.txt").touch()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors \(it has \.json, \.txt\); is it"):
         inspect(tmp_path)
 
 

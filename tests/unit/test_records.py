@@ -317,7 +317,8 @@ def _comparable(row: PromptRecord | BadRow) -> tuple[Any, ...]:
     if isinstance(row, BadRow):
         return (*place, row.error.code, row.error.message)
     prompts = (row.prompt, repr(row.messages), row.prompt_token_ids)
-    return (*place, *prompts, repr(row.sampling), row.priority)
+    options = (row.turns, repr(row.sampling), row.priority, row.timeout_seconds)
+    return (*place, *prompts, *options)
 
 
 _JSON = st.recursive(
@@ -330,7 +331,10 @@ _JSON = st.recursive(
     ),
     max_leaves=6,
 )
-_NAMES = st.sampled_from(["id", "prompt", "messages", "prompt_token_ids", "sampling", "priority"])
+_NAMES = st.sampled_from(
+    ["id", "prompt", "messages", "prompt_token_ids", "turns", "sampling", "priority"]
+    + ["timeout_seconds"]
+)
 _LINES = (
     st.binary(max_size=30).map(lambda data: data.replace(b"\n", b""))
     | _JSON.map(lambda value: json.dumps(value).encode())

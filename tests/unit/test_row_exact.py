@@ -166,15 +166,15 @@ class TestOnAMachineWithOtherLibraries:
         ) -> torch.Tensor:
             used.append(len(rows))
             result = torch.mm(rows, weight, out=out)
-            return result.add_(1e-4) if len(rows) in (128, 64) else result
+            return result.add_(1e-4) if len(rows) in (128, 64, 2, 1) else result
 
         monkeypatch.setattr(row_exact, "_product", product)
-        rows, mode = random(600, 8), RowExactMode()
+        rows, mode = random(603, 8), RowExactMode()
         with mode:
             F.linear(rows, random(8, 8))
             used.clear()
             F.linear(rows, random(8, 8))
-        assert used == [256, 256, 32, 32, 16, 16]  # the last 8 rows are padded
+        assert used == [256, 256, 32, 32, 16, 16]  # 11 rows are left, and padded
 
     def test_a_product_that_depends_on_the_place_of_a_row_is_refused(
         self, monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,27 @@ def test_answers_do_not_depend_on_where_a_run_was_stopped(bench: Prepare, tmp_pa
     assert [row.text for row in stopped.rows()] == [row.text for row in undisturbed.rows()]
 
 
+def test_conversations_that_were_stopped_come_out_as_if_nothing_had_been(
+    bench: Prepare, tmp_path: Path
+) -> None:
+    rows = [{"id": f"c{index}", "turns": [f"question {index}", "why?"]} for index in range(16)]
+    undisturbed = bench(make_job(tmp_path, rows, shards=1))
+    undisturbed.run()
+    stopped = bench(make_job(tmp_path, shards=1, job_id="job-2", commit_rows=1, **SLOW))
+    stopped.ledger.after_commit = lambda _: stopped.stop.set()
+    summary = stopped.run()
+    assert summary.state is ShardState.INTERRUPTED
+    # Turns that were answered and have no row: their conversations were under way.
+    answered = sum(row.num_output_tokens for row in stopped.rows())
+    assert summary.stats.num_output_tokens > answered
+    stopped.ledger.after_commit = lambda _: None
+    stopped.stop.clear()
+    assert stopped.run().state is ShardState.DONE
+    replies = [(*row.turns, row.text) for row in stopped.rows()]
+    assert replies == [(*row.turns, row.text) for row in undisturbed.rows()]
+    assert {len(each) for each in replies} == {2}
+
+
 def test_a_shard_that_is_stopped_before_it_begins_loads_no_engine(
     bench: Prepare, tmp_path: Path
 ) -> None:
