@@ -2,6 +2,10 @@
 
 import ctypes
 import os
+
+# As in a worker, and before anything imports torch: threads that wait do not spin for long.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import pwd
 import shutil
 import signal

@@ -249,7 +249,7 @@ def _is_rounded_once(func: Any, args: Any) -> bool:
     """
     if func.__name__ == "rsqrt":
         return bool(args[0].dtype == torch.float32)
-    return func.__name__ == "pow" and args[1:] == (2,)
+    return bool(func.__name__ == "pow" and args[1:] == (2,))
 
 
 def _is_sum_of_one_row(values: torch.Tensor, dim: Any = None, **_options: Any) -> bool:

@@ -29,7 +29,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "batch 1": {"scheduler": {"max_num_seqs": 1}},
     "other order": {"scheduler": {"order": "longest_first"}},
     "chunks of 96": {"scheduler": {"max_num_batched_tokens": 96}},
-    "preemption": {"cache": {"block_size": 4, "num_blocks": 400, "enable_prefix_caching": False}},
+    "preemption": {"cache": {"block_size": 1, "num_blocks": 1500, "enable_prefix_caching": False}},
     "no prefix cache": {"cache": {"enable_prefix_caching": False}},
     "two steps in flight": {"scheduler": {"num_steps_in_flight": 2}},
 }

@@ -20,7 +20,13 @@ from engine.backends.base import (
 DTYPES = [torch.float32, torch.bfloat16]
 SEQ_LENS = (1, 2, 17, 31, 32, 33, 64, 75, 100)
 NUM_HEADS, NUM_KV_HEADS, KEY_WIDTH, VALUE_WIDTH = 6, 2, 24, 20
-OPTIONS: list[dict[str, Any]] = [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"has_sinks": True}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 9},
+    {"sliding_window": 40},
+    {"softcap": 2.0},
+    {"has_sinks": True},
+]
 
 
 @pytest.fixture(scope="module")
