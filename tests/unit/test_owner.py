@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,7 +59,8 @@ def test_a_killed_process_is_gone_before_its_parent_has_noticed() -> None:
     assert owner.pid == child.pid
     assert not owner.is_gone()
     child.kill()
-    child.stdout.read()  # ends when the process is a zombie, which nobody has waited for yet
+    # Returns when the process is a zombie, and leaves it one: nobody has waited for it yet.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert owner.is_gone()
     child.communicate()
     assert owner.is_gone()
