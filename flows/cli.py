@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from engine import TokenmillError
-from flows.config import JobConfig, default_ledger_url, load_job_config, validate_job_config
+from flows.config import JobConfig, default_ledger_url
 from flows.console import data, print_table, rounded, talk
 from flows.experiments import list_experiments
 from flows.exporter import export_job
 from flows.foreground import run_in_foreground
+from flows.job_file import load_job_config, validate_job_config
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
 from flows.preparation import output_path_of

@@ -3,32 +3,18 @@
 The same model is the Prefect parameter form and the validator, so every field says what it is.
 """
 
-import difflib
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from engine import ConfigError, EngineConfig, SamplingParams, Section
+from engine import EngineConfig, SamplingParams, Section
 
 LEDGER_URL_VARIABLE = "TOKENMILL_LEDGER_URL"
 DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
 # 30 years; an operating system cannot wait for an infinite time.
 MAX_TIMEOUT_SECONDS = 1_000_000_000
-
-# Other tools' names for our keys, for the message about a misspelt one.
-_OTHER_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "model": "model_path",
-    "tokenizer": "tokenizer_path",
-    "tp": "tensor_parallel_size",
-    "num_shards": "shards",
-    "batch_size": "max_num_seqs",
-    "input": "sources",
-    "database_url": "ledger_url",
-}
 
 
 class ColumnMapping(Section):
@@ -178,111 +164,3 @@ class JobConfig(Section):
 def default_ledger_url() -> str:
     """Return the ledger that commands use when nothing names one."""
     return os.environ.get(LEDGER_URL_VARIABLE) or DEFAULT_LEDGER_URL
-
-
-def load_job_config(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig:
-    """Read a YAML file and lay `a.b=c` overrides over it.
-
-    Raises:
-        ConfigError: no such file, not YAML, or a field that is wrong, named with its remedy.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the job configuration: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"{path}: found {type(data).__name__}, wanted a mapping of keys to values"
-        )
-    for override in overrides:
-        _apply_override(data, override)
-    return validate_job_config(data, origin=str(path))
-
-
-def validate_job_config(data: dict[str, Any], *, origin: str) -> JobConfig:
-    """Turn a mapping into a JobConfig.
-
-    Raises:
-        ConfigError: lists every wrong field, where it is, and what to write instead.
-    """
-    try:
-        return JobConfig.model_validate(data)
-    except ValidationError as error:
-        problems = [_describe(item) for item in error.errors()]
-        raise ConfigError(
-            f"{origin}: {len(problems)} wrong field(s)\n" + "\n".join(f"  {p}" for p in problems)
-        ) from error
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set {override!r}: wanted KEY.KEY=VALUE")
-    *parents, last = key.split(".")
-    target: Any = data
-    for parent in parents:
-        target = _step_into(target, parent, override)
-    try:
-        value_read = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
-    if isinstance(target, list):
-        target[_index(target, last, override)] = value_read
-    elif isinstance(target, dict):
-        target[last] = value_read
-    else:
-        raise ConfigError(f"--set {override!r}: {'.'.join(parents)} is not a mapping")
-
-
-def _step_into(target: Any, key: str, override: str) -> Any:
-    if isinstance(target, list):
-        return target[_index(target, key, override)]
-    if not isinstance(target, dict):
-        raise ConfigError(f"--set {override!r}: the part before {key!r} is not a mapping")
-    if target.get(key) is None:
-        target[key] = {}
-    return target[key]
-
-
-def _index(target: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(target):
-        raise ConfigError(f"--set {override!r}: {key!r} is not an index below {len(target)}")
-    return int(key)
-
-
-def _describe(item: Any) -> str:
-    location = [str(part) for part in item["loc"]]
-    where = ".".join(location)
-    if item["type"] == "extra_forbidden":
-        return f"{where}: no such key{_suggestion(location)}"
-    if item["type"] == "missing":
-        return f"{where}: missing; this key is required"
-    return f"{where}: found {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
-
-
-def _suggestion(location: list[str]) -> str:
-    wrong = location[-1]
-    known = _keys_at(JobConfig, location[:-1])
-    if _OTHER_NAMES.get(wrong) in known:
-        return f"; did you mean {_OTHER_NAMES[wrong]}?"
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
-
-
-def _keys_at(model: type[BaseModel], location: list[str]) -> list[str]:
-    for part in location:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not sections:
-            return []
-        model = sections[0]
-    return list(model.model_fields)

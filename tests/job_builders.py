@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from flows.config import JobConfig, validate_job_config
+from flows.config import JobConfig
+from flows.job_file import validate_job_config
 from flows.job_run import JobOutcome, JobRun
 from flows.ledger import CompletionRow, Ledger
 from flows.shard_runner import ShardSummary

@@ -7,7 +7,8 @@ import yaml
 from job_builders import job_mapping, questions, write_job
 
 from engine import ConfigError
-from flows.config import JobConfig, default_ledger_url, load_job_config, validate_job_config
+from flows.config import JobConfig, default_ledger_url
+from flows.job_file import load_job_config, validate_job_config
 from flows.preparation import job_dir_of, output_path_of, resolve, resume_command
 
 
@@ -194,3 +195,21 @@ class TestLedgerUrl:
         config = load(tmp_path, "ledger_url=postgresql://me:secret@host/jobs")
         assert "secret" not in resume_command(config)
         assert "host/jobs" in resume_command(config)
+
+
+def test_a_wrong_key_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: job\n"
+        "sources:\n"
+        "  - path: rows.jsonl\n"
+        "    limits: 3\n"
+        "engine:\n"
+        "  model_path: mock\n"
+        "  scheduler: {max_num_seqs: 0}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_job_config(path)
+    assert "line 4: sources.0.limits: no such key; did you mean limit?" in str(caught.value)
+    assert "line 7: engine.scheduler.max_num_seqs: found 0" in str(caught.value)

@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from flows.config import JobConfig, load_job_config
+from flows.config import JobConfig
 from flows.demo import MODEL_NAME, PROMPTS_NAME
+from flows.job_file import load_job_config
 
 JOBS = Path(__file__).parents[2] / "configs" / "jobs"
 

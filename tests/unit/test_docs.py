@@ -16,7 +16,7 @@ from typer.main import get_command
 import engine
 from engine import ExitCode
 from flows.cli import app
-from flows.config import validate_job_config
+from flows.job_file import validate_job_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]

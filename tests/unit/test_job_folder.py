@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import JobConfig, validate_job_config
+from flows.config import JobConfig
+from flows.job_file import validate_job_config
 from flows.preparation import job_dir_of, output_path_of, resolve
 
 

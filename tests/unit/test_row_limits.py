@@ -7,7 +7,7 @@ import pytest
 from job_builders import job_mapping, make_job, questions, read_rows, run_job, stored_rows
 
 from engine import ConfigError, ExitCode, SamplingParams
-from flows.config import validate_job_config
+from flows.job_file import validate_job_config
 from flows.preparation import output_path_of
 from flows.records import RecordReader
 
