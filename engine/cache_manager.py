@@ -95,10 +95,12 @@ class CacheManager:
         if not self._is_prefix_caching:
             return
         last = num_written_tokens // self.block_size
+        if last <= request.num_published_blocks:
+            return
         self._extend_hashes(request, last)
         for index in range(request.num_published_blocks, last):
             self._pool.publish(request.block_ids[index], request.block_hashes[index])
-        request.num_published_blocks = max(request.num_published_blocks, last)
+        request.num_published_blocks = last
 
     def release_left_behind(self, request: InferRequest, num_written_tokens: int) -> None:
         """Give back the blocks that no later token can see, when every layer has a window.

@@ -39,9 +39,10 @@ class ScheduledStep:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """The next step, entry by entry, within a budget of tokens."""
+    """The next step, entry by entry, within a budget of tokens; share is the most of a prefill."""
 
     budget: int
+    share: int
     entries: dict[int, Entry] = field(default_factory=dict)
     held_back: set[int] = field(default_factory=set)
     is_short_of_blocks: bool = False

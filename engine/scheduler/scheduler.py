@@ -150,7 +150,8 @@ class Scheduler:
             CacheExhaustedError: requests are there, nothing is in flight, and none can move.
         """
         self._expire()
-        plan = StepPlan(budget=self.token_limit)
+        share = max(int(self.token_limit * self._config.max_prefill_fraction), 1)
+        plan = StepPlan(budget=self.token_limit, share=share)
         self._plan_running(plan)
         is_held_back = not plan.is_short_of_blocks and self._plan_waiting(plan)
         self._give_away_rest(plan)
@@ -181,7 +182,7 @@ class Scheduler:
                 if request.uid in output.prompt_logprobs:
                     request.add_scores(output.prompt_logprobs[request.uid])
                 is_prompt_done = entry.num_written_tokens >= request.num_prompt_tokens
-                if is_prompt_done:
+                if is_prompt_done and len(self._followers):
                     self._release_followers(request)
                 if entry.is_sampling:
                     request.append_token(token_of[request.uid], output.logprobs.get(request.uid))
@@ -252,8 +253,7 @@ class Scheduler:
 
     def _num_tokens_for(self, request: InferRequest, plan: StepPlan) -> int:
         """Return a request's tokens of this step; one prefill gets no more than its share."""
-        share = max(int(self.token_limit * self._config.max_prefill_fraction), 1)
-        return min(request.num_uncomputed_tokens, plan.budget, share)
+        return min(request.num_uncomputed_tokens, plan.budget, plan.share)
 
     def _grow_or_preempt(self, plan: StepPlan, request: InferRequest, count: int) -> None:
         target = request.num_computed_tokens + count
