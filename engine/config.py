@@ -125,6 +125,13 @@ class ChatConfig(Section):
         description="Tool definitions in OpenAI's form, given to the template.",
     )
 
+    @property
+    def template_path(self) -> Path | None:
+        """The file that chat_template names, when it is not a template itself."""
+        template = self.chat_template
+        is_inline = template is None or "{" in template or "\n" in template
+        return None if template is None or is_inline else Path(template)
+
 
 class RuntimeConfig(Section):
     """Processes, time-outs, and where things are run."""

@@ -169,7 +169,7 @@ class PretrainedTokenizer(Tokenizer):
                 f"{folder}: no usable tokenizer ({error}); set engine.tokenizer_path"
             ) from error
         self.bos_token_id = self._tokenizer.bos_token_id
-        self._chat_template = _read_template(config.chat.chat_template)
+        self._chat_template = _read_template(config.chat)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens."""
@@ -261,15 +261,16 @@ class MockTokenizer(Tokenizer):
         return self._encode_text(_without_surrogates("".join(lines) + end))
 
 
-def _read_template(template: str | None) -> str | None:
+def _read_template(chat: ChatConfig) -> str | None:
     """Return the template: itself, or the file that it names."""
-    if template is None or "{" in template or "\n" in template:
-        return template
+    path = chat.template_path
+    if path is None:
+        return chat.chat_template
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"engine.chat.chat_template: {template!r} is neither a template nor a readable file "
+            f"engine.chat.chat_template: {chat.chat_template!r} is neither a template nor a readable file "
             f"({error.strerror})"
         ) from error
 

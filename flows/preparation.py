@@ -32,11 +32,14 @@ _SHOWN_BAD_ROWS = 10
 def resolve(config: JobConfig) -> JobConfig:
     """Return the configuration with a job id and absolute paths, so that any folder can resume it."""
     engine = config.engine
-    engine_paths: dict[str, Any] = {}
+    engine_updates: dict[str, Any] = {}
     if engine.device != "mock":
-        engine_paths["model_path"] = str(Path(engine.model_path).absolute())
+        engine_updates["model_path"] = str(Path(engine.model_path).absolute())
     if engine.tokenizer_path is not None:
-        engine_paths["tokenizer_path"] = str(Path(engine.tokenizer_path).absolute())
+        engine_updates["tokenizer_path"] = str(Path(engine.tokenizer_path).absolute())
+    if engine.chat.template_path is not None:
+        template = {"chat_template": str(engine.chat.template_path.absolute())}
+        engine_updates["chat"] = engine.chat.model_copy(update=template)
     job_id = config.job_id or new_job_id(config.name)
     job_dir = config.job_dir or Path("runs") / job_id
     log_dir = engine.log_dir or job_dir / "logs"
@@ -49,7 +52,7 @@ def resolve(config: JobConfig) -> JobConfig:
                 source.model_copy(update={"path": source.path.absolute()})
                 for source in config.sources
             ),
-            "engine": engine.model_copy(update={**engine_paths, "log_dir": log_dir.absolute()}),
+            "engine": engine.model_copy(update={**engine_updates, "log_dir": log_dir.absolute()}),
             "output": config.output.model_copy(
                 update={"path": None if output is None else output.absolute()}
             ),

@@ -145,6 +145,7 @@ class TestResolve:
             job_mapping(
                 tmp_path, sources=[{"path": "rows.jsonl"}], output__path="out.jsonl",
                 engine__device="cpu", engine__model_path="m", engine__tokenizer_path="t",
+                engine__chat={"chat_template": "mine.jinja"},
                 job_dir=None,
             ),
             origin="test",
@@ -153,6 +154,7 @@ class TestResolve:
         assert config.sources[0].path == tmp_path / "rows.jsonl"
         assert config.engine.model_path == str(tmp_path / "m")
         assert config.engine.tokenizer_path == str(tmp_path / "t")
+        assert config.engine.chat.chat_template == str(tmp_path / "mine.jinja")
         assert output_path_of(config) == tmp_path / "out.jsonl"
         assert job_dir_of(config) == tmp_path / "runs" / "job-1"
 
