@@ -47,10 +47,6 @@ class EngineLoop:
         self._processor = processor
         self._outbox = Outbox(processor, Listeners(factory.tokenizer), self.signal.set)
 
-    def running_request_ids(self) -> tuple[str, ...]:
-        """Return the ids of the requests that own blocks."""
-        return self._scheduler.running_request_ids()
-
     def close(self) -> None:
         """Stop the workers after their last step."""
         self._outbox.close()
@@ -208,8 +204,8 @@ class EngineLoop:
             WorkerError: it failed for another reason, or cannot be made smaller.
         """
         if failed.kind != WorkerFailure.OUT_OF_MEMORY:
-            raise WorkerError(
-                f"a step failed on the device: {failed.message}", failure=WorkerFailure(failed.kind)
+            raise self._with_state(
+                f"a step failed on the device: {failed.message}", WorkerFailure(failed.kind)
             )
         num_tokens = self._scheduler.roll_back()
         self.stats.step_failed()
@@ -221,10 +217,10 @@ class EngineLoop:
             else:
                 self._book(reply)
         if num_tokens <= 1:
-            raise WorkerError(
+            raise self._with_state(
                 "the device has no memory for a step of one token; lower "
                 "engine.cache.memory_fraction",
-                failure=WorkerFailure.OUT_OF_MEMORY,
+                WorkerFailure.OUT_OF_MEMORY,
             )
         self._scheduler.token_limit = max(num_tokens // 2, 1)
         logger.warning(

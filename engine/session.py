@@ -83,12 +83,6 @@ class Session:
         with self._lock:
             self._num_open += count
 
-    @property
-    def num_parked(self) -> int:
-        """Requests that wait for others."""
-        with self._lock:
-            return len(self._parked)
-
     def is_finished(self) -> bool:
         """Tell whether every request has its completion, and each was taken.
 

@@ -15,7 +15,10 @@ from engine import (
     RequestErrorCode,
     SamplingParams,
     StreamedToken,
+    WorkerError,
 )
+from engine.messages import ScheduleBatch, StepDone
+from engine.worker.mock import MockRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
@@ -283,3 +286,20 @@ def test_callback_that_raises_is_logged_once_and_nothing_else_notices(
     assert len(calls) == 1
     (record,) = [record for record in caplog.records if record.name == "engine.listeners"]
     assert "request_id=3" in record.getMessage()
+
+
+def test_step_that_fails_on_the_device_names_the_requests_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_runner: MockRunner, _batch: ScheduleBatch) -> StepDone:
+        raise ValueError("a kernel's own trouble")
+
+    monkeypatch.setattr(MockRunner, "execute", broken)
+    with (
+        OfflineInference(mock_config()) as llm,
+        pytest.raises(WorkerError, match="a kernel's own trouble") as caught,
+    ):
+        llm.generate([request("a"), request("b")])
+    assert caught.value.request_ids
+    assert set(caught.value.request_ids) <= {"a", "b"}
+    assert "steps_in_flight=" in str(caught.value)
