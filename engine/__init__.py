@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.errors import TokenmillError as TokenmillError
     from engine.errors import WorkerError as WorkerError
     from engine.errors import WorkerFailure as WorkerFailure
+    from engine.logprobs import TokenLogprob as TokenLogprob
     from engine.metrics import Bucket as Bucket
     from engine.metrics import RunStats as RunStats
     from engine.model_source import ModelSource as ModelSource
@@ -51,6 +52,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "Section": "config",
     "StreamedToken": "request",
+    "TokenLogprob": "logprobs",
     "TokenmillError": "errors",
     "Tokenizer": "tokenizer",
     "WorkerError": "errors",

@@ -4,16 +4,20 @@ These are statements on a connection; flows.ledger decides which of them make on
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from sqlalchemy import Connection, RowMapping, case, delete, func, insert, select, tuple_
 
 from engine import LedgerError
+from flows import unfinished
 from flows.ledger_rows import CompletionRow
 from flows.schema import CompletionTable, PayloadTable, RowState
 
 COUNTERS = ("num_ok", "num_error", "num_skipped", "num_prompt_tokens", "num_output_tokens")
+# A row of several samples is as bad as the worst of them.
+_WORST_LAST = (RowState.OK, RowState.SKIPPED, RowState.ERROR)
 _COUNTER_OF_STATE = {
     RowState.OK: "num_ok",
     RowState.ERROR: "num_error",
@@ -23,24 +27,29 @@ _COUNTER_OF_STATE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Whose rows these are, and what made them."""
+    """Whose rows these are, what made them, and when: the mark of one commit."""
 
     job_key: int
     attempt: int
     device: str | None
+    committed_at: float = field(default_factory=time.time)
 
 
-def store(
-    connection: Connection, origin: Origin, rows: Sequence[CompletionRow]
-) -> list[CompletionRow]:
-    """Insert rows and payloads, and return the error rows that they replaced.
+def store(connection: Connection, origin: Origin, rows: Sequence[CompletionRow]) -> dict[str, int]:
+    """Insert rows and payloads; return what to add to the counters of job and shard.
+
+    An error is replaced. What was known about the rows while they had no result is forgotten. The
+    very same commit may come twice: when the connection is lost, nobody knows whether the first
+    has arrived.
 
     Raises:
         LedgerError: a result that is not an error is there already, or a row is given twice.
     """
-    if not rows:
-        return []
-    replaced = _find_existing(connection, origin.job_key, rows)
+    existing = _find_existing(connection, origin.job_key, rows)
+    keys = {row.key for row in rows}
+    replaced = [row for row in existing if row.key in keys]
+    if replaced and _is_stored(connection, origin, rows):
+        return dict.fromkeys(COUNTERS, 0)
     for old in replaced:
         if old.state is not RowState.ERROR:
             raise LedgerError(
@@ -55,14 +64,10 @@ def store(
                 CompletionTable.sample_index == old.sample_index,
             )
         )
-    committed_at = time.time()
-    connection.execute(
-        insert(CompletionTable), [_completion_values(origin, row, committed_at) for row in rows]
-    )
-    payloads = [_payload_values(origin.job_key, row) for row in rows if _has_payload(row)]
-    if payloads:
-        connection.execute(insert(PayloadTable), payloads)
-    return replaced
+    _insert(connection, origin, rows)
+    remaining = [row for row in existing if row.key not in keys]
+    unfinished.forget(connection, origin.job_key, rows)
+    return _difference(count([*remaining, *rows]), count(existing))
 
 
 def leave_out_known_errors(
@@ -78,14 +83,23 @@ def leave_out_known_errors(
     ]
 
 
-def count(rows: Iterable[CompletionRow], *, replaced: Iterable[CompletionRow]) -> dict[str, int]:
-    """Return what to add to the counters when some rows come and others go."""
+def count(samples: Iterable[CompletionRow]) -> dict[str, int]:
+    """Return the counters of some rows, given all samples of them that there are.
+
+    States are counted by row, once all its samples are there. Tokens are counted at once, those
+    of the prompt with the first sample.
+    """
     counts = dict.fromkeys(COUNTERS, 0)
-    for sign, group in ((1, rows), (-1, replaced)):
-        for row in group:
-            counts[_COUNTER_OF_STATE[row.state]] += sign
-            counts["num_prompt_tokens"] += sign * row.num_prompt_tokens
-            counts["num_output_tokens"] += sign * row.num_output_tokens
+    by_row = defaultdict[int, list[CompletionRow]](list)
+    for sample in samples:
+        by_row[sample.row_index].append(sample)
+        counts["num_output_tokens"] += sample.num_output_tokens
+        if sample.sample_index == 0:
+            counts["num_prompt_tokens"] += sample.num_prompt_tokens
+    for of_row in by_row.values():
+        if len(of_row) >= max(sample.num_samples for sample in of_row):
+            state = max((sample.state for sample in of_row), key=_WORST_LAST.index)
+            counts[_COUNTER_OF_STATE[state]] += 1
     return counts
 
 
@@ -95,7 +109,13 @@ def read_after(
     """Yield completions with text behind the key `after`, in the order of the input."""
     key = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
     query = (
-        select(CompletionTable, PayloadTable.text, PayloadTable.token_ids, PayloadTable.turns)
+        select(
+            CompletionTable,
+            PayloadTable.text,
+            PayloadTable.token_ids,
+            PayloadTable.turns,
+            PayloadTable.logprobs,
+        )
         .outerjoin(
             PayloadTable,
             (PayloadTable.job_key == CompletionTable.job_key)
@@ -112,6 +132,7 @@ def read_after(
             text=row["text"],
             token_ids=row["token_ids"] or (),
             turns=tuple(row["turns"] or ()),
+            logprobs=row["logprobs"],
         )
 
 
@@ -119,36 +140,75 @@ def count_by_shard(
     connection: Connection, job_key: int, *, num_rows: int, num_shards: int
 ) -> dict[int, dict[str, int]]:
     """Return the counters of each shard, counted anew from the rows; empty shards are left out."""
-    shard = CompletionTable.row_index * num_shards // num_rows
+    table = CompletionTable
+    is_first = table.sample_index == 0
+    rank_of_state = case({state: rank for rank, state in enumerate(_WORST_LAST)}, value=table.state)
+    rows = (
+        select(
+            table.row_index,
+            func.max(rank_of_state).label("rank"),
+            (func.count() >= func.max(table.num_samples)).label("is_done"),
+            func.sum(case((is_first, table.num_prompt_tokens), else_=0)).label("num_prompt_tokens"),
+            func.sum(table.num_output_tokens).label("num_output_tokens"),
+        )
+        .where(table.job_key == job_key)
+        .group_by(table.row_index)
+        .subquery()
+    )
+    shard = rows.c.row_index * num_shards // num_rows
     sums = [
-        func.sum(case((CompletionTable.state == state, 1), else_=0)).label(name)
-        for state, name in _COUNTER_OF_STATE.items()
+        func.sum(case((rows.c.is_done & (rows.c.rank == rank), 1), else_=0)).label(
+            _COUNTER_OF_STATE[state]
+        )
+        for rank, state in enumerate(_WORST_LAST)
     ]
     counted = connection.execute(
         select(
             shard.label("shard"),
             *sums,
-            func.sum(CompletionTable.num_prompt_tokens).label("num_prompt_tokens"),
-            func.sum(CompletionTable.num_output_tokens).label("num_output_tokens"),
-        )
-        .where(CompletionTable.job_key == job_key)
-        .group_by(shard)
+            func.sum(rows.c.num_prompt_tokens).label("num_prompt_tokens"),
+            func.sum(rows.c.num_output_tokens).label("num_output_tokens"),
+        ).group_by(shard)
     ).mappings()
     return {row["shard"]: {name: int(row[name]) for name in COUNTERS} for row in counted}
+
+
+def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
+    return {name: new[name] - old[name] for name in COUNTERS}
 
 
 def _find_existing(
     connection: Connection, job_key: int, rows: Sequence[CompletionRow]
 ) -> list[CompletionRow]:
-    keys = {row.key for row in rows}
-    if len(keys) != len(rows):
+    """Return every sample that the ledger has of these rows."""
+    if len({row.key for row in rows}) != len(rows):
         raise LedgerError("one commit has the same (row, sample) twice; this is a bug, report it")
     query = select(CompletionTable).where(
         CompletionTable.job_key == job_key,
         CompletionTable.row_index.in_({row.row_index for row in rows}),
     )
-    existing = [_read(row) for row in connection.execute(query).mappings()]
-    return [row for row in existing if row.key in keys]
+    return [_read(row) for row in connection.execute(query).mappings()]
+
+
+def _is_stored(connection: Connection, origin: Origin, rows: Sequence[CompletionRow]) -> bool:
+    """Tell whether this very commit is there: it is all there, or not at all."""
+    first = select(CompletionTable.row_index).where(
+        CompletionTable.job_key == origin.job_key,
+        CompletionTable.row_index == rows[0].row_index,
+        CompletionTable.sample_index == rows[0].sample_index,
+        CompletionTable.attempt == origin.attempt,
+        CompletionTable.committed_at == origin.committed_at,
+    )
+    return connection.execute(first).first() is not None
+
+
+def _insert(connection: Connection, origin: Origin, rows: Sequence[CompletionRow]) -> None:
+    if not rows:
+        return
+    connection.execute(insert(CompletionTable), [_completion_values(origin, row) for row in rows])
+    payloads = [_payload_values(origin.job_key, row) for row in rows if _has_payload(row)]
+    if payloads:
+        connection.execute(insert(PayloadTable), payloads)
 
 
 def _read(row: RowMapping) -> CompletionRow:
@@ -163,12 +223,13 @@ def _read(row: RowMapping) -> CompletionRow:
         num_prompt_tokens=row["num_prompt_tokens"],
         num_cached_tokens=row["num_cached_tokens"],
         num_output_tokens=row["num_output_tokens"],
+        num_samples=row["num_samples"],
+        is_truncated=row["is_truncated"],
+        request_hash=row["request_hash"],
     )
 
 
-def _completion_values(
-    origin: Origin, row: CompletionRow, committed_at: float
-) -> dict[str, object]:
+def _completion_values(origin: Origin, row: CompletionRow) -> dict[str, object]:
     return {
         "job_key": origin.job_key,
         "row_index": row.row_index,
@@ -183,12 +244,16 @@ def _completion_values(
         "num_output_tokens": row.num_output_tokens,
         "attempt": origin.attempt,
         "device": origin.device,
-        "committed_at": committed_at,
+        "committed_at": origin.committed_at,
+        "num_samples": row.num_samples,
+        "is_truncated": row.is_truncated,
+        "request_hash": row.request_hash,
     }
 
 
 def _has_payload(row: CompletionRow) -> bool:
-    return row.text is not None or len(row.token_ids) > 0 or len(row.turns) > 0
+    has_tokens = len(row.token_ids) > 0 or len(row.turns) > 0
+    return row.text is not None or has_tokens or bool(row.logprobs)
 
 
 def _payload_values(job_key: int, row: CompletionRow) -> dict[str, object]:
@@ -198,5 +263,6 @@ def _payload_values(job_key: int, row: CompletionRow) -> dict[str, object]:
         "sample_index": row.sample_index,
         "text": row.text,
         "token_ids": row.token_ids,
+        "logprobs": row.logprobs,
         "turns": list(row.turns) or None,
     }

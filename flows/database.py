@@ -5,6 +5,7 @@ its threads wait in Python and not in the database.
 """
 
 import json
+import logging
 import math
 import random
 import sqlite3
@@ -37,19 +38,33 @@ from engine import LedgerError
 from flows.migrations import HEAD, REVISIONS, VERSION_TABLE
 from flows.sqlite_file import prepare_sqlite_file
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _WRITE_LOCK = threading.Lock()
 _BUSY_TIMEOUT_SECONDS = 30
 _RETRY_PAUSES_SECONDS = (0.05, 0.2, 0.8, 3.0)
+# How long a running job waits for a server that went away, and how often it asks.
+_OUTAGE_SECONDS = 3600.0
+_OUTAGE_PAUSE_SECONDS = 2.0
 # Any number will do, as long as every tokenmill takes the same one.
 _MIGRATION_LOCK = 0x746F6B656E
 _SQLITE_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_POSTGRES_GONE = (
+    psycopg.errors.AdminShutdown,
+    psycopg.errors.CrashShutdown,
+    psycopg.errors.CannotConnectNow,
+    psycopg.errors.ConnectionException,
+)
 _POSTGRES_TRANSIENT = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
     psycopg.errors.LockNotAvailable,
 )
+
+
+class LedgerUnreachableError(LedgerError):
+    """The database server went away, or is starting or stopping."""
 
 
 class Database:
@@ -97,23 +112,62 @@ class Database:
         except DBAPIError as error:
             raise self._translated(error) from error
 
-    def write(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` in one transaction; it is run again when the database was only busy.
+    def query(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work`, which only reads, in one transaction; waits for a server that went away."""
 
-        Whatever `work` raises undoes everything that it did.
+        def read_once() -> Result:
+            with self.read() as connection:
+                return work(connection)
+
+        return self._through_outages(read_once)
+
+    def write(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` in one transaction; it is run again when the database was busy or away.
+
+        Whatever `work` raises undoes everything that it did. When the server goes away in the
+        middle of a commit, nobody knows whether it was kept, so `work` must see it if it was.
         """
         with _WRITE_LOCK:
+            return self._through_outages(lambda: self._write_patiently(work))
+
+    def wait_until_back(self, error: LedgerUnreachableError) -> None:
+        """Wait for the server, saying so.
+
+        Raises:
+            LedgerUnreachableError: `error`, when it stays away for too long.
+        """
+        logger.warning("waiting for the ledger, nothing is lost: %s", error)
+        deadline = time.monotonic() + _OUTAGE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_OUTAGE_PAUSE_SECONDS)
+            try:
+                with self.read() as connection:
+                    connection.execute(text("SELECT 1"))
+            except LedgerUnreachableError:
+                continue
+            logger.warning("the ledger is back")
+            return
+        raise error
+
+    def _through_outages(self, attempt: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return attempt()
+            except LedgerUnreachableError as error:
+                self.wait_until_back(error)
+
+    def _write_patiently(self, work: Callable[[Connection], Result]) -> Result:
+        try:
             for pause in _RETRY_PAUSES_SECONDS:
                 try:
                     return self._write_once(work)
                 except DBAPIError as error:
                     if not _is_transient(error):
-                        raise self._translated(error) from error
+                        raise
                 time.sleep(pause * random.uniform(0.5, 1.5))
-            try:
-                return self._write_once(work)
-            except DBAPIError as error:
-                raise self._translated(error) from error
+            return self._write_once(work)
+        except DBAPIError as error:
+            raise self._translated(error) from error
 
     def now(self) -> ColumnElement[float]:
         """Return the expression for the time that every host agrees on.
@@ -159,6 +213,11 @@ class Database:
 
     def _translated(self, error: DBAPIError) -> LedgerError:
         reason = " ".join(str(error.orig).split())
+        if _is_server_gone(error):
+            return LedgerUnreachableError(
+                f"ledger {self._name} cannot be reached: {reason}; see that the server runs, then "
+                "resume the job"
+            )
         advice = (
             "another process has held it for long; see that none hangs, then resume the job"
             if _is_transient(error)
@@ -244,6 +303,14 @@ def _is_transient(error: DBAPIError) -> bool:
     if isinstance(original, sqlite3.OperationalError):
         return (original.sqlite_errorcode & 0xFF) in _SQLITE_TRANSIENT
     return isinstance(original, _POSTGRES_TRANSIENT)
+
+
+def _is_server_gone(error: DBAPIError) -> bool:
+    original = error.orig
+    if isinstance(original, _POSTGRES_GONE) or error.connection_invalidated:
+        return True
+    # What libpq finds out by itself, such as a refused connection, has no SQLSTATE.
+    return isinstance(original, psycopg.OperationalError) and original.sqlstate is None
 
 
 def _to_json(value: Any) -> str:

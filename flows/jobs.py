@@ -31,7 +31,11 @@ def create(connection: Connection, job: NewJob) -> None:
     try:
         connection.execute(
             insert(JobTable).values(
-                **values, state=JobState.PLANNED, created_at=now, updated_at=now
+                **values,
+                state=JobState.PLANNED,
+                lease_epoch=0,
+                created_at=now,
+                updated_at=now,
             )
         )
     except IntegrityError as error:

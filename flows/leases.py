@@ -1,16 +1,19 @@
-"""Leases of shards: who may commit, and when somebody else may take over.
+"""Leases of jobs and shards: who may drive, who may commit, and when somebody else takes over.
 
 A lease is a number, its epoch, that only grows. Every write of a holder names its epoch in the
-same transaction, so that a holder that was taken for dead cannot write after all.
+same transaction, so that a holder that was taken for dead cannot write after all. One process
+drives a job, which gives out its shards; whoever answers a shard has a lease of that shard.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, select, update
 
 from engine import LedgerError
-from flows.ledger_rows import Lease
+from flows.ledger_rows import JobLease, JobRow, Lease
 from flows.owner import Owner
 from flows.schema import JobTable, ShardState, ShardTable
 
@@ -21,7 +24,68 @@ class LeaseTerms:
 
     owner: Owner
     lease_seconds: float
-    flow_run_id: str | None
+    flow_run_id: str | None = None
+
+
+def acquire_job(
+    connection: Connection, job_key: int, *, terms: LeaseTerms, now: ColumnElement[float]
+) -> JobLease:
+    """Take the job, from nobody or from a driver that is gone.
+
+    Raises:
+        LedgerError: there is no such job, or a living process drives it.
+    """
+    query = select(JobTable, now.label("now")).where(JobTable.job_key == job_key).with_for_update()
+    job = connection.execute(query).mappings().first()
+    if job is None:
+        raise LedgerError(f"the ledger has no job with key {job_key}")
+    if _is_held(dict(job)):
+        raise _held(job, f"job {job['job_id']!r} is driven")
+    lease = JobLease(job_key=job_key, epoch=job["lease_epoch"] + 1, owner=str(terms.owner))
+    connection.execute(
+        update(JobTable)
+        .where(JobTable.job_key == job_key)
+        .values(
+            lease_owner=lease.owner,
+            lease_epoch=lease.epoch,
+            lease_seconds=terms.lease_seconds,
+            heartbeat_at=now,
+        )
+    )
+    return lease
+
+
+def fence_job(connection: Connection, lease: JobLease, **values: object) -> None:
+    """Change the lease's job, and lock it until the transaction ends.
+
+    Raises:
+        LedgerError: another process drives the job now.
+    """
+    is_held = (JobTable.lease_epoch == lease.epoch, JobTable.lease_owner == lease.owner)
+    changed = connection.execute(
+        update(JobTable).where(JobTable.job_key == lease.job_key, *is_held).values(**values)
+    )
+    if changed.rowcount == 1:
+        return
+    owner = connection.execute(
+        select(JobTable.lease_owner).where(JobTable.job_key == lease.job_key)
+    ).scalar()
+    raise LedgerError(
+        f"this process drives the job no longer: {_name(owner) if owner else 'nobody'} does; it "
+        "was silent for longer than lease_seconds"
+    )
+
+
+def is_driven(job: JobRow, now: float) -> bool:
+    """Tell whether a process that may still live drives the job."""
+    return _is_held(
+        {
+            "lease_owner": job.lease_owner,
+            "lease_seconds": job.lease_seconds,
+            "heartbeat_at": job.heartbeat_at,
+            "now": now,
+        }
+    )
 
 
 def acquire(
@@ -123,17 +187,24 @@ def refuse_if_held(shard: RowMapping) -> None:
     Raises:
         LedgerError: says who holds the shard, since when, and when it may be taken over.
     """
-    if shard["lease_owner"] is None or Owner.parse(shard["lease_owner"]).is_gone():
-        return
-    silent_seconds = shard["now"] - shard["heartbeat_at"]
-    if silent_seconds > shard["lease_seconds"]:
-        return
-    since = datetime.fromtimestamp(shard["started_at"], UTC)
-    raise LedgerError(
-        f"job {shard['job_id']!r}: shard {shard['shard_index']} is held by "
-        f"{_name(shard['lease_owner'])} since {since:%Y-%m-%d %H:%M:%S} UTC, last heartbeat "
-        f"{silent_seconds:.0f} s ago; let it finish or stop it, then resume the job (an owner "
-        f"that is silent for {shard['lease_seconds']:g} s is taken for dead)"
+    if _is_held(dict(shard)):
+        since = datetime.fromtimestamp(shard["started_at"], UTC)
+        what = f"job {shard['job_id']!r}: shard {shard['shard_index']} is held"
+        raise _held(shard, what, f" since {since:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def _is_held(row: Mapping[str, Any]) -> bool:
+    if row["lease_owner"] is None or Owner.parse(row["lease_owner"]).is_gone():
+        return False
+    return bool(row["now"] - row["heartbeat_at"] <= row["lease_seconds"])
+
+
+def _held(row: RowMapping, what: str, since: str = "") -> LedgerError:
+    silent_seconds = row["now"] - row["heartbeat_at"]
+    return LedgerError(
+        f"{what} by {_name(row['lease_owner'])}{since}, last heartbeat {silent_seconds:.0f} s "
+        "ago; let it finish or stop it, then resume the job (an owner that is silent for "
+        f"{row['lease_seconds']:g} s is taken for dead)"
     )
 
 

@@ -14,12 +14,14 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from engine import LedgerError
-from flows import completions, jobs, leases
-from flows.database import Database
+from flows import completions, jobs, leases, unfinished
+from flows.database import Database, LedgerUnreachableError
 from flows.ledger_rows import CompletionRow as CompletionRow
+from flows.ledger_rows import JobLease as JobLease
 from flows.ledger_rows import JobRow as JobRow
 from flows.ledger_rows import Lease as Lease
 from flows.ledger_rows import NewJob as NewJob
+from flows.ledger_rows import PartialRow as PartialRow
 from flows.ledger_rows import ShardRow as ShardRow
 from flows.owner import Owner as Owner
 from flows.schema import CompletionTable, JobState, JobTable, ShardState, ShardTable
@@ -68,9 +70,8 @@ class Ledger:
 
     def find_job(self, job_id: str) -> JobRow | None:
         """Return the job, or None when there is none of that id."""
-        with self.database.read() as connection:
-            row = connection.execute(select(JobTable).where(JobTable.job_id == job_id))
-            found = row.mappings().first()
+        query = select(JobTable).where(JobTable.job_id == job_id)
+        found = self.database.query(lambda connection: connection.execute(query).mappings().first())
         return None if found is None else jobs.to_job_row(found)
 
     def get_job(self, job_id: str) -> JobRow:
@@ -97,9 +98,9 @@ class Ledger:
     def list_shards(self, job_key: int) -> list[ShardRow]:
         """Return the shards of a job in order."""
         query = select(ShardTable).where(ShardTable.job_key == job_key)
-        with self.database.read() as connection:
-            rows = connection.execute(query.order_by(ShardTable.shard_index))
-            return [jobs.to_shard_row(row) for row in rows.mappings()]
+        query = query.order_by(ShardTable.shard_index)
+        rows = self.database.query(lambda connection: connection.execute(query).mappings().all())
+        return [jobs.to_shard_row(row) for row in rows]
 
     def set_job_state(self, job_key: int, state: JobState) -> None:
         """Move a job to another state.
@@ -108,6 +109,43 @@ class Ledger:
             LedgerError: the job would be finished with rows pending.
         """
         self.database.write(lambda connection: jobs.set_state(connection, job_key, state))
+
+    def acquire_job(self, job_key: int, *, owner: Owner, lease_seconds: float) -> JobLease:
+        """Become the one process that drives the job.
+
+        Raises:
+            LedgerError: a living process drives it; says which, and what to do.
+        """
+        terms = leases.LeaseTerms(owner=owner, lease_seconds=lease_seconds)
+        return self.database.write(
+            lambda connection: leases.acquire_job(
+                connection, job_key, terms=terms, now=self.database.now()
+            )
+        )
+
+    def renew_job(self, lease: JobLease) -> None:
+        """Show that the driver lives.
+
+        Raises:
+            LedgerError: another process drives the job now.
+        """
+        self.database.write(
+            lambda connection: leases.fence_job(connection, lease, heartbeat_at=self.database.now())
+        )
+
+    def release_job(self, lease: JobLease, state: JobState) -> None:
+        """Let go of the job in the state that it is left in.
+
+        Raises:
+            LedgerError: another process drives the job now, or it would be finished with rows
+                pending.
+        """
+
+        def work(connection: Connection) -> None:
+            leases.fence_job(connection, lease, lease_owner=None)
+            jobs.set_state(connection, lease.job_key, state)
+
+        self.database.write(work)
 
     def check_resumable(
         self, job: JobRow, *, fingerprint: Mapping[str, str], manifest_hash: str, num_rows: int
@@ -219,15 +257,54 @@ class Ledger:
                 "this is a bug, report it"
             )
 
+        origin = completions.Origin(job_key=lease.job_key, attempt=lease.attempt, device=device)
+
         def work(connection: Connection) -> None:
             leases.fence(connection, lease, heartbeat_at=self.database.now())
-            origin = completions.Origin(job_key=lease.job_key, attempt=lease.attempt, device=device)
-            replaced = completions.store(connection, origin, rows)
-            counts = completions.count(rows, replaced=replaced)
+            counts = completions.store(connection, origin, rows)
             jobs.add_shard_counts(connection, lease.job_key, lease.shard_index, counts)
             jobs.add_counts(connection, lease.job_key, counts)
 
         self.database.write(work)
+
+    def save_partials(self, lease: Lease, rows: Sequence[PartialRow]) -> None:
+        """Store what there is of samples that have no result yet, in the place of older parts.
+
+        Raises:
+            LedgerError: the lease was lost.
+        """
+
+        def work(connection: Connection) -> None:
+            leases.fence(connection, lease, heartbeat_at=self.database.now())
+            unfinished.save_partials(connection, lease.job_key, rows)
+
+        self.database.write(work)
+
+    def partials_of(self, job_key: int, first: int, last: int) -> list[PartialRow]:
+        """Return what there is of unfinished rows; rows first to last, included."""
+        return self.database.query(
+            lambda connection: unfinished.read_partials(connection, job_key, first, last)
+        )
+
+    def add_suspects(self, lease: Lease, row_indices: Iterable[int]) -> None:
+        """Count a crash against each row that was in flight when a worker died.
+
+        Raises:
+            LedgerError: the lease was lost.
+        """
+        indices = list(row_indices)
+
+        def work(connection: Connection) -> None:
+            leases.fence(connection, lease, heartbeat_at=self.database.now())
+            unfinished.add_suspects(connection, lease.job_key, indices)
+
+        self.database.write(work)
+
+    def suspects_of(self, job_key: int, first: int, last: int) -> dict[int, int]:
+        """Return the crashes counted against unfinished rows; rows first to last, included."""
+        return self.database.query(
+            lambda connection: unfinished.read_suspects(connection, job_key, first, last)
+        )
 
     def commit_bad_rows(self, job_key: int, rows: Iterable[CompletionRow]) -> None:
         """Store error rows that were found at plan time, outside of any lease.
@@ -246,8 +323,11 @@ class Ledger:
         query = select(CompletionTable.row_index, CompletionTable.sample_index).where(
             CompletionTable.job_key == job_key, CompletionTable.row_index.between(first, last)
         )
-        with self.database.read() as connection:
-            return {(row.row_index, row.sample_index) for row in connection.execute(query)}
+        return self.database.query(
+            lambda connection: {
+                (row.row_index, row.sample_index) for row in connection.execute(query)
+            }
+        )
 
     def iter_completions(self, job_key: int, *, batch_rows: int = 1000) -> Iterator[CompletionRow]:
         """Yield all completions in the order of (row_index, sample_index).
@@ -257,25 +337,27 @@ class Ledger:
         after: tuple[int, int] | None = (-1, -1)
         while after is not None:
             start, after = after, None
-            with self.database.read(fetch_rows=_FETCH_ROWS) as connection:
-                for row in completions.read_after(connection, job_key, start, batch_rows):
-                    after = row.key
-                    yield row
+            try:
+                with self.database.read(fetch_rows=_FETCH_ROWS) as connection:
+                    for row in completions.read_after(connection, job_key, start, batch_rows):
+                        after = row.key
+                        yield row
+            except LedgerUnreachableError as error:
+                self.database.wait_until_back(error)
+                after = after or start
 
     def _commit_bad_rows_batch(self, job_key: int, batch: Sequence[CompletionRow]) -> None:
+        origin = completions.Origin(job_key=job_key, attempt=0, device=None)
+
         def work(connection: Connection) -> None:
             # Locked, so that nobody reshards the job between the rows and their counters.
             leases.lock_shards(connection, job_key, now=self.database.now())
             job = jobs.read(connection, job_key)
-            new = completions.leave_out_known_errors(connection, job_key, batch)
-            origin = completions.Origin(job_key=job_key, attempt=0, device=None)
-            replaced = {row.key: row for row in completions.store(connection, origin, new)}
             by_shard = defaultdict[int, list[CompletionRow]](list)
-            for row in new:
+            for row in completions.leave_out_known_errors(connection, job_key, batch):
                 by_shard[job.shard_of(row.row_index)].append(row)
             for shard_index, rows in sorted(by_shard.items()):
-                gone = [replaced[row.key] for row in rows if row.key in replaced]
-                counts = completions.count(rows, replaced=gone)
+                counts = completions.store(connection, origin, rows)
                 jobs.add_shard_counts(connection, job_key, shard_index, counts)
                 jobs.add_counts(connection, job_key, counts)
 

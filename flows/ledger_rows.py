@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flows.logprob_blob import StoredLogprobs
 from flows.schema import JobState, RowState, ShardState
 
 
@@ -12,7 +13,8 @@ class CompletionRow:
     """One finished (row, sample). num_output_tokens counts the tokens that ended texts too.
 
     turns are the replies of a conversation before the last, whose reply is the text. A row that
-    failed has those that were there before.
+    failed has those that were there before. The row is done when num_samples of its samples are.
+    request_hash is what IndexRow holds; is_truncated tells that its prompt was cut.
     """
 
     row_index: int
@@ -28,6 +30,10 @@ class CompletionRow:
     text: str | None = None
     token_ids: Sequence[int] = ()
     turns: tuple[str, ...] = ()
+    logprobs: StoredLogprobs | None = None
+    num_samples: int = 1
+    is_truncated: bool = False
+    request_hash: bytes | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -48,11 +54,12 @@ class NewJob:
     num_shards: int
     group_id: str | None = None
     engine_name: str = "default"
+    forked_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as it stood when it was read."""
+    """A job as it stood when it was read. lease_owner is the process that drives it, if any."""
 
     job_key: int
     job_id: str
@@ -72,6 +79,10 @@ class JobRow:
     num_output_tokens: int
     created_at: float
     updated_at: float
+    lease_owner: str | None
+    lease_seconds: float | None
+    heartbeat_at: float | None
+    forked_from: str | None
 
     @property
     def num_pending(self) -> int:
@@ -134,3 +145,27 @@ class Lease:
     def covers(self, row_index: int) -> bool:
         """Tell whether the row belongs to the shard."""
         return self.first_row <= row_index < self.first_row + self.num_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLease:
+    """The right to drive a job: to give out its shards, and to say how it ended."""
+
+    job_key: int
+    epoch: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRow:
+    """What there is of one turn of a sample that has no result yet.
+
+    text is that of a finished turn, None while it is generated.
+    """
+
+    row_index: int
+    sample_index: int = 0
+    turn_index: int = 0
+    token_ids: Sequence[int] = ()
+    logprobs: StoredLogprobs | None = None
+    text: str | None = None

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Double,
     ForeignKey,
     ForeignKeyConstraint,
@@ -23,6 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
 
 from flows.column_types import OutsideText, TokenIds
+from flows.logprob_blob import LogprobsBlob, StoredLogprobs
 
 
 class RowState(StrEnum):
@@ -68,6 +70,7 @@ class Base(DeclarativeBase):
         str: Text(),
         int: BigInteger(),
         float: Double(),
+        bool: Boolean(),
         bytes: LargeBinary(),
         dict[str, Any]: JSON(none_as_null=True),
         list[str]: JSON(none_as_null=True),
@@ -78,7 +81,11 @@ class Base(DeclarativeBase):
 
 
 class JobTable(Base):
-    """One job: what it is, what it was started with, and how far it got."""
+    """One job: what it is, what it was started with, how far it got, and who drives it.
+
+    num_rows and the counters of states count rows, not samples. forked_from is the job whose
+    answers were taken over.
+    """
 
     __tablename__ = "jobs"
 
@@ -100,6 +107,11 @@ class JobTable(Base):
     num_output_tokens: Mapped[int]
     created_at: Mapped[float]
     updated_at: Mapped[float]
+    lease_owner: Mapped[str | None]
+    lease_epoch: Mapped[int]
+    lease_seconds: Mapped[float | None]
+    heartbeat_at: Mapped[float | None]
+    forked_from: Mapped[str | None]
 
 
 class ShardTable(Base):
@@ -136,7 +148,11 @@ class ShardTable(Base):
 
 
 class CompletionTable(Base):
-    """The finished mark of one (row, sample); its text is in the payload."""
+    """The finished mark of one (row, sample); its text is in the payload.
+
+    A row is done when num_samples of its samples are there. request_hash says what was asked:
+    two rows with one hash have the same prompt and the same sampling.
+    """
 
     __tablename__ = "completions"
     # Short rows that are read in the order of their key: SQLite keeps them in the key's tree.
@@ -158,6 +174,9 @@ class CompletionTable(Base):
     attempt: Mapped[int]
     device: Mapped[str | None]
     committed_at: Mapped[float]
+    num_samples: Mapped[int]
+    is_truncated: Mapped[bool]
+    request_hash: Mapped[bytes | None]
 
 
 class PayloadTable(Base):
@@ -177,13 +196,16 @@ class PayloadTable(Base):
     sample_index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str | None] = mapped_column(OutsideText)
     token_ids: Mapped[Sequence[int] | None] = mapped_column(TokenIds)
-    logprobs: Mapped[bytes | None]
+    logprobs: Mapped[StoredLogprobs | None] = mapped_column(LogprobsBlob)
     turns: Mapped[list[str] | None]
     choices: Mapped[dict[str, Any] | None]
 
 
 class PartialTable(Base):
-    """Tokens of a row that was interrupted while it was generated."""
+    """Tokens of a sample that is being generated, one line for each turn.
+
+    text is set for the turns that are finished. Gone in the transaction of the completion.
+    """
 
     __tablename__ = "partials"
 
@@ -194,7 +216,8 @@ class PartialTable(Base):
     sample_index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     turn_index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     token_ids: Mapped[Sequence[int]] = mapped_column(TokenIds)
-    logprobs: Mapped[bytes | None]
+    logprobs: Mapped[StoredLogprobs | None] = mapped_column(LogprobsBlob)
+    text: Mapped[str | None] = mapped_column(OutsideText)
     updated_at: Mapped[float]
 
 

@@ -1,11 +1,13 @@
 """URLs, migrations and busy databases, below the ledger."""
 
+import re
 import sqlite3
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
@@ -15,9 +17,9 @@ from sqlalchemy.schema import CreateTable
 
 from engine import LedgerError
 from flows.database import Database
-from flows.ledger import Ledger
+from flows.ledger import Ledger, Owner
 from flows.migrations import HEAD, REVISIONS, VERSION_TABLE
-from flows.schema import Base
+from flows.schema import Base, JobState
 
 
 def plain_engine(ledger_url: str) -> Engine:
@@ -79,15 +81,51 @@ def test_sqlite_tables_are_created_as_the_schema_says(tmp_path: Path) -> None:
 
 
 def _clauses(create_table: str) -> list[str]:
-    return sorted(
-        line.strip().rstrip(",").strip() for line in create_table.splitlines() if line.strip()
-    )
+    """Return the columns, constraints and options; the defaults of later columns do not count."""
+    head, _, rest = " ".join(create_table.split()).partition("(")
+    body, _, options = rest.rpartition(")")
+    clauses = re.split(r",(?![^(]*\))", body)
+    plain = (re.sub(r" DEFAULT \S+", "", clause).replace(" ", "") for clause in clauses)
+    return [head.strip(), options.strip(), *sorted(plain)]
+
+
+def test_a_ledger_of_the_first_schema_is_upgraded_with_its_rows(ledger_url: str) -> None:
+    engine = plain_engine(ledger_url)
+    if engine.url.database is not None and engine.dialect.name == "sqlite":
+        Path(engine.url.database).parent.mkdir()
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", "flows:migrations")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        for statement in _OLD_ROWS:
+            connection.execute(text(statement))
+    engine.dispose()
+    with Ledger.open(ledger_url) as ledger:
+        job = ledger.get_job("old")
+        (row,) = ledger.iter_completions(job.job_key)
+        assert (row.text, row.num_samples, row.is_truncated) == ("kept", 1, False)
+        assert (job.num_ok, job.lease_owner, job.forked_from) == (1, None, None)
+        lease = ledger.acquire_job(job.job_key, owner=Owner.current(), lease_seconds=60)
+        ledger.release_job(lease, JobState.FINISHED)
+
+
+_OLD_ROWS = (
+    "INSERT INTO jobs (job_key, job_id, engine_name, config, seed, fingerprint, manifest_hash, "
+    "state, num_shards, num_rows, num_ok, num_error, num_skipped, num_prompt_tokens, "
+    "num_output_tokens, created_at, updated_at) VALUES (1, 'old', 'default', '{}', 1, '{}', 'm', "
+    "'running', 1, 1, 1, 0, 0, 1, 1, 0, 0)",
+    "INSERT INTO completions (job_key, row_index, sample_index, row_id, state, num_prompt_tokens, "
+    "num_cached_tokens, num_output_tokens, attempt, committed_at) "
+    "VALUES (1, 0, 0, 'r', 'ok', 1, 0, 1, 1, 0)",
+    "INSERT INTO payloads (job_key, row_index, sample_index, text) VALUES (1, 0, 0, 'kept')",
+)
 
 
 def test_a_ledger_of_a_newer_tokenmill_is_refused_and_left_alone(ledger_url: str) -> None:
     Ledger.open(ledger_url).close()
     _set_revision(ledger_url, "0999")
-    with pytest.raises(LedgerError, match="revision 0999, this tokenmill knows up to 0001"):
+    with pytest.raises(LedgerError, match=f"revision 0999, this tokenmill knows up to {HEAD}"):
         Ledger.open(ledger_url)
     _set_revision(ledger_url, HEAD)
     Ledger.open(ledger_url).close()
