@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engine.request import Completion as Completion
     from engine.request import FinishReason as FinishReason
     from engine.request import GenerateRequest as GenerateRequest
+    from engine.request import PartialOutput as PartialOutput
+    from engine.request import Reply as Reply
     from engine.request import StreamedToken as StreamedToken
     from engine.request import sampling_key_of as sampling_key_of
     from engine.sampling_params import SamplingParams as SamplingParams
@@ -46,6 +48,8 @@ _HOME = {
     "LedgerError": "errors",
     "ModelSource": "model_source",
     "OfflineInference": "offline",
+    "PartialOutput": "request",
+    "Reply": "request",
     "RequestError": "errors",
     "RequestErrorCode": "errors",
     "RunStats": "metrics",

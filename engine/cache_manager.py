@@ -90,6 +90,13 @@ class CacheManager:
         request.block_ids.extend(new)
         return new
 
+    def shrink(self, request: InferRequest, block_ids: list[int]) -> None:
+        """Take back what `try_grow` gave last: the step that it was for does not go out."""
+        kept = len(request.block_ids) - len(block_ids)
+        assert request.block_ids[kept:] == block_ids
+        del request.block_ids[kept:]
+        self._pool.release(block_ids)
+
     def publish(self, request: InferRequest, num_written_tokens: int) -> None:
         """Make the request's full blocks findable, up to what finished steps have written."""
         if not self._is_prefix_caching:

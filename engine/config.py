@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    field_validator,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -125,6 +132,13 @@ class ChatConfig(Section):
         description="Tool definitions in OpenAI's form, given to the template.",
     )
 
+    system_role: Literal["error", "fold", "drop"] = Field(
+        default="error",
+        description="What happens to a system message where the template refuses it or leaves it "
+        "out: error fails the row, fold puts its text before that of the next user message, drop "
+        "takes it out.",
+    )
+
     @property
     def template_path(self) -> Path | None:
         """The file that chat_template names, when it is not a template itself."""
@@ -157,6 +171,26 @@ class RuntimeConfig(Section):
     mock_step_seconds: float = Field(
         default=0.0, ge=0, description="What one step of the mock device takes."
     )
+    mock_crash_text: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For tests of recovery: a row whose prompt contains this text kills the mock's "
+        "worker process.",
+    )
+    mock_device_lost_after_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="For tests of recovery: each mock worker loses its device after so many steps.",
+    )
+
+    @model_validator(mode="after")
+    def _only_a_worker_may_crash(self) -> "RuntimeConfig":
+        if self.inline and self.mock_crash_text is not None:
+            raise ValueError(
+                "mock_crash_text kills the process that runs the worker, which with inline is this "
+                "one; set inline to false"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -172,7 +206,7 @@ class EngineConfig(Section):
         default="auto",
         description="auto takes an NPU, else a GPU, else the CPU; mock answers by rule, without a model.",
     )
-    device_ids: tuple[int, ...] = Field(
+    device_ids: tuple[NonNegativeInt, ...] = Field(
         default=(0,), min_length=1, description="Logical devices that engines may use."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -5,8 +5,9 @@ last lines.
 """
 
 import logging
-import os
 import tempfile
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from engine.errors import ConfigError, WorkerError, WorkerFailure
 from engine.messages import (
     AllocateCache,
     CacheAllocated,
+    FromWorker,
     ScheduleBatch,
     StartFailed,
     StartWorker,
@@ -25,18 +27,48 @@ from engine.messages import (
     WorkerReady,
 )
 from engine.model_source import ModelSource
+from engine.worker.log_files import new_log_path
 from engine.worker.process import InlineWorker, Worker, WorkerProcess, receive_from_all
 
 logger = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", WorkerReady, CacheAllocated)
 
 
+class StepFuture:
+    """A step that every rank was given, and its answer when that is there.
+
+    Workers answer in order, so the answer to a step comes after those to the steps before it.
+    """
+
+    def __init__(self, step_id: int, answer_oldest: Callable[[], None]) -> None:
+        self.step_id = step_id
+        self.answer: StepDone | StepFailed | None = None
+        self._answer_oldest = answer_oldest
+
+    def result(self) -> StepDone | StepFailed:
+        """Wait until every rank has answered; rank 0's tokens count.
+
+        A step that failed on any rank has failed; its message ends with the worker's log.
+
+        Raises:
+            WorkerError: a worker died, was silent for watchdog_seconds, answered another step, or
+                failed a step that others share. None of its engine's steps has an answer then.
+        """
+        while self.answer is None:
+            self._answer_oldest()
+        return self.answer
+
+
 class ExecutionEngine:
-    """Sends each step to every rank and returns what rank 0 sampled, in order."""
+    """Sends each step to every rank and returns what rank 0 sampled, in order.
+
+    One thread at a time may use it; `is_busy` and `num_in_flight` any thread may ask.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._workers: list[Worker] = []
+        self._in_flight: deque[StepFuture] = deque()
         self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
         self.device = "none"
         self.sliding_window: int | None = None
@@ -49,35 +81,84 @@ class ExecutionEngine:
         """Process ids of the workers."""
         return tuple(worker.pid for worker in self._workers)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a worker has something to answer."""
+        return any(worker.busy.is_set for worker in self._workers)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps handed out that are not answered by every rank."""
+        return len(self._in_flight)
+
     def start(self) -> int:
         """Start the workers, load the model, allocate the KV pool; return its number of blocks.
 
         Raises:
             ConfigError: something that only the user can mend.
-            WorkerError: the machine could not start a worker.
+            WorkerError: with START_FAILED; a worker could not start, died, or was silent.
         """
         try:
             return self._start()
+        except WorkerError as error:
+            self.kill()
+            raise WorkerError(
+                f"the engine could not start: {error}", failure=WorkerFailure.START_FAILED
+            ) from error
         except BaseException:
             self.kill()
             raise
 
-    def submit(self, batch: ScheduleBatch) -> None:
-        """Hand a step to every rank."""
-        for worker in self._workers:
-            worker.send(batch)
-
-    def collect(self) -> StepDone | StepFailed:
-        """Wait for the oldest step; every rank answers, and rank 0's tokens count.
-
-        A step that failed on any rank has failed; its message ends with the worker's log.
+    def submit(self, batch: ScheduleBatch) -> StepFuture:
+        """Hand a step to every rank.
 
         Raises:
-            WorkerError: a worker died, was silent for watchdog_seconds, or failed a step that
-                others share.
+            WorkerError: a worker is dead, or takes no message.
         """
+        for worker in self._workers:
+            worker.send(batch)
+        future = StepFuture(batch.step_id, self._answer_oldest)
+        self._in_flight.append(future)
+        return future
+
+    def stop(self) -> None:
+        """Finish the steps in flight, then end the workers in order; kill those that hang."""
+        try:
+            self._finish_steps()
+            idle = [worker for worker in self._workers if not worker.busy.is_set]
+            for worker in idle:
+                worker.ask_to_stop()
+            for worker in idle:
+                worker.stop()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the workers at once; steps in flight have no answer."""
+        workers, self._workers = self._workers, []
+        self._in_flight.clear()
+        for worker in workers:
+            worker.kill()
+        if self._rendezvous is not None:
+            self._rendezvous.cleanup()
+            self._rendezvous = None
+
+    def _answer_oldest(self) -> None:
+        """Give the oldest step in flight its answer, see StepFuture.result."""
+        if not self._in_flight:
+            raise WorkerError("a step has no answer: its engine was closed, or failed before")
+        step = self._in_flight[0]
+        try:
+            step.answer = self._receive_answer(step.step_id)
+        except WorkerError:
+            self._in_flight.clear()  # the workers are of no use any more
+            raise
+        self._in_flight.popleft()
+
+    def _receive_answer(self, step_id: int) -> StepDone | StepFailed:
         answers = receive_from_all(self._workers, self._config.runtime.watchdog_seconds)
-        for worker, reply in answers:
+        replies = [(worker, _as_answer(reply, step_id)) for worker, reply in answers]
+        for worker, reply in replies:
             if isinstance(reply, StepFailed):
                 where = f"worker (pid {worker.pid}): {reply.message}{worker.log_hint()}"
                 if len(self._workers) > 1:
@@ -85,25 +166,16 @@ class ExecutionEngine:
                     failure = WorkerFailure(reply.kind)
                     raise WorkerError(f"a step failed in {where}", failure=failure)
                 return structs.replace(reply, message=where)
-        first = answers[0][1]
-        assert isinstance(first, StepDone), f"a worker answered a step with {first}"
-        return first
+        return replies[0][1]
 
-    def stop(self) -> None:
-        """End the workers in order, after their last step."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.ask_to_stop()
-        for worker in workers:
-            worker.stop()
-        self._forget_rendezvous()
-
-    def kill(self) -> None:
-        """End the workers at once."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.kill()
-        self._forget_rendezvous()
+    def _finish_steps(self) -> None:
+        """Wait for the steps in flight, whose answers nobody wants."""
+        num_steps = self.num_in_flight
+        try:
+            while self._in_flight:
+                self._answer_oldest()
+        except WorkerError as error:
+            logger.warning("of %d steps in flight at the end, not all ended: %s", num_steps, error)
 
     def _start(self) -> int:
         config = self._config
@@ -137,18 +209,11 @@ class ExecutionEngine:
         self.warmup_seconds = max(reply.warmup_seconds for reply in allocated)
         return num_blocks
 
-    def _forget_rendezvous(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.cleanup()
-            self._rendezvous = None
-
     def _make_worker(self, rank: int) -> Worker:
         if self._config.runtime.inline:
             return InlineWorker()
         folder = self._config.log_dir or Path(tempfile.gettempdir()) / "tokenmill-logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        log_path = folder / f"worker-{os.getpid()}-{id(self):x}-rank{rank}.log"
-        return WorkerProcess(self._config, rank, log_path)
+        return WorkerProcess(self._config, rank, new_log_path(folder, rank))
 
     def _expect_all(self, kind: type[_Reply]) -> list[_Reply]:
         """Return each rank's answer; what only the user can mend is told before its consequences."""
@@ -159,11 +224,24 @@ class ExecutionEngine:
         for worker, reply in answers:
             if not isinstance(reply, kind):
                 raise WorkerError(
-                    f"worker (pid {worker.pid}) could not start: "
-                    f"{getattr(reply, 'message', reply)}{worker.log_hint()}",
-                    failure=WorkerFailure.START_FAILED,
+                    f"worker (pid {worker.pid}): {getattr(reply, 'message', reply)}"
+                    f"{worker.log_hint()}"
                 )
         return [reply for _, reply in answers if isinstance(reply, kind)]
+
+
+def _as_answer(reply: FromWorker, step_id: int) -> StepDone | StepFailed:
+    """Return a worker's message as the answer to a step.
+
+    Raises:
+        WorkerError: it answers another step.
+    """
+    assert isinstance(reply, StepDone | StepFailed), f"a worker answered a step with {reply}"
+    if reply.step_id != step_id:
+        raise WorkerError(
+            f"the answer to step {step_id} was lost: that to {reply.step_id} came instead"
+        )
+    return reply
 
 
 def _check_heads(source: ModelSource, num_ranks: int) -> None:

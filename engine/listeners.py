@@ -32,10 +32,12 @@ class Listeners:
         return uid in self._listeners
 
     def add(self, request: InferRequest, callback: Callable[[StreamedToken], None]) -> None:
-        """Call back for this request from now on."""
+        """Call back for this request from now on, and not for tokens that it begins with."""
         decoder = IncrementalDecoder(
             self._tokenizer, skip_special_tokens=request.params.skip_special_tokens
         )
+        for token_id in request.output_token_ids:
+            decoder.push(token_id)
         self._listeners[request.uid] = _Listener(
             request=request, callback=callback, decoder=decoder
         )

@@ -7,24 +7,27 @@ driven by whoever waits for a completion, one thread at a time.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from engine.errors import RequestError, RequestErrorCode, WorkerError, WorkerFailure
-from engine.execution import ExecutionEngine
+from engine.execution import ExecutionEngine, StepFuture
 from engine.listeners import Listeners
 from engine.messages import StepDone, StepFailed
 from engine.metrics import Bucket, BucketClock, StatsCollector
 from engine.outbox import Outbox
 from engine.output_processor import OutputProcessor
-from engine.request import FinishReason, InferRequest
+from engine.request import FinishReason, InferRequest, PartialOutput
 from engine.request_factory import RequestFactory
 from engine.scheduler import Scheduler
-from engine.session import Session
+from engine.session import Session, Turn
 
 logger = logging.getLogger(__name__)
 # How long an idle loop sleeps before its driver looks around again; arrivals wake it at once.
 _IDLE_SECONDS = 0.1
 _SHOWN_IDS = 20
+# A listener that blocks may not keep a run from stopping.
+_FLUSH_SECONDS = 5.0
 
 
 class EngineLoop:
@@ -37,12 +40,14 @@ class EngineLoop:
         factory: RequestFactory,
         processor: OutputProcessor,
         clock: BucketClock,
+        stats: StatsCollector,
     ) -> None:
         self.execution = execution
-        self.stats = StatsCollector()
+        self.stats = stats
         self.signal = threading.Event()
         self._clock = clock
         self._scheduler = scheduler
+        self._steps: deque[StepFuture] = deque()
         self._factory = factory
         self._processor = processor
         self._outbox = Outbox(processor, Listeners(factory.tokenizer), self.signal.set)
@@ -74,21 +79,43 @@ class EngineLoop:
             self._outbox.check()
             self.signal.wait(self._sleep_seconds())
 
+    def partials_of(self, session: Session) -> list[PartialOutput]:
+        """Return what there is of a session's samples that have not ended: booked tokens alone."""
+        turns = self._outbox.turns_of(session)
+        inside = [
+            _partial_output(request, turns[request.uid])
+            for request in self._scheduler.living_requests()
+            if request.uid in turns and (request.output_token_ids or turns[request.uid].replies)
+        ]
+        return inside + session.partials()
+
+    def settle(self) -> None:
+        """Finish the steps in flight, and what follows of them in the sessions."""
+        self._drain()
+        self._outbox.flush(_FLUSH_SECONDS)
+
     def drop(self, session: Session) -> None:
-        """Finish the steps in flight, and give up what a session has beside."""
+        """Give up what a session has inside, once the steps in flight are finished."""
+        turns = self._outbox.turns_of(session)
+        if turns:
+            self._drain()
+            self._fail(turns)
+        session.abandon()
+
+    def _drain(self) -> None:
         while self._scheduler.num_in_flight:
             self._book(self._collect())
-        uids = self._outbox.requests_of(session)
+
+    def _fail(self, turns: dict[int, Turn]) -> None:
         error = RequestError(RequestErrorCode.ABORTED, "the run was stopped")
         for request in self._scheduler.living_requests():
-            if request.uid in uids:
+            if request.uid in turns:
                 self._scheduler.fail(request, error, FinishReason.ABORT)
         for request in self._scheduler.take_failed():
-            if request.uid in uids:
+            if request.uid in turns:
                 self._outbox.drop(request)
             else:
                 self._outbox.put(request)
-        session.abandon()
 
     def _sleep_seconds(self) -> float:
         wake_at = self._scheduler.wake_at()
@@ -141,29 +168,28 @@ class EngineLoop:
                 schedule_seconds=time.perf_counter() - started,
             )
             try:
-                self.execution.submit(step.batch)
+                self._steps.append(self.execution.submit(step.batch))
             except WorkerError as error:
                 raise self._with_state(str(error), error.failure) from error
 
     def _collect(self) -> StepDone | StepFailed:
         """Wait for the oldest step; what goes wrong is told with the state of the queues."""
-        expected = self._scheduler.oldest_step_id
         try:
-            reply = self.execution.collect()
+            return self._steps.popleft().result()
         except WorkerError as error:
             raise self._with_state(str(error), error.failure) from error
-        if reply.step_id != expected:
-            lost = f"the answer to step {expected} was lost: that to {reply.step_id} came instead"
-            raise self._with_state(lost, WorkerFailure.OTHER)
-        return reply
 
-    def _with_state(self, message: str, failure: WorkerFailure) -> WorkerError:
+    def _with_state(
+        self, message: str, failure: WorkerFailure, request_ids: tuple[str, ...] | None = None
+    ) -> WorkerError:
+        """Return an error that names the requests in flight: one of them may be the reason."""
         scheduler = self._scheduler
-        request_ids = scheduler.running_request_ids()
+        if request_ids is None:
+            request_ids = scheduler.in_flight_request_ids()
         return WorkerError(
             f"{message}\nwaiting={scheduler.num_waiting} running={scheduler.num_running} "
             f"steps_in_flight={scheduler.num_in_flight} free_blocks={scheduler.num_free_blocks} "
-            f"running ids: {', '.join(request_ids[:_SHOWN_IDS])}",
+            f"ids in flight: {', '.join(request_ids[:_SHOWN_IDS])}",
             failure=failure,
             request_ids=request_ids,
         )
@@ -207,6 +233,7 @@ class EngineLoop:
             raise self._with_state(
                 f"a step failed on the device: {failed.message}", WorkerFailure(failed.kind)
             )
+        request_ids = self._scheduler.in_flight_request_ids()
         num_tokens = self._scheduler.roll_back()
         self.stats.step_failed()
         while self._scheduler.num_in_flight:
@@ -221,6 +248,7 @@ class EngineLoop:
                 "the device has no memory for a step of one token; lower "
                 "engine.cache.memory_fraction",
                 WorkerFailure.OUT_OF_MEMORY,
+                request_ids,
             )
         self._scheduler.token_limit = max(num_tokens // 2, 1)
         logger.warning(
@@ -228,3 +256,14 @@ class EngineLoop:
             num_tokens,
             self._scheduler.token_limit,
         )
+
+
+def _partial_output(request: InferRequest, turn: Turn) -> PartialOutput:
+    is_scored = request.params.logprobs is not None
+    return PartialOutput(
+        request_id=request.request_id,
+        sample_index=request.sample_index,
+        replies=turn.replies,
+        token_ids=tuple(request.output_token_ids),
+        logprobs=tuple(request.logprobs) if is_scored else None,
+    )

@@ -19,10 +19,11 @@ from engine.errors import ConfigError, RequestError, WorkerError
 from engine.execution import ExecutionEngine
 from engine.intake import EncodedRequest, Intake
 from engine.loop import EngineLoop
-from engine.metrics import Bucket, BucketClock, RunStats
+from engine.metrics import Bucket, BucketClock, RunStats, StatsCollector
 from engine.model_source import ModelSource
 from engine.output_processor import OutputProcessor
-from engine.request import Completion, GenerateRequest
+from engine.partials import OnPartials, PartialReports
+from engine.request import Completion, GenerateRequest, PartialOutput
 from engine.request_factory import RequestFactory
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -49,6 +50,7 @@ class OfflineInference:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._loop: EngineLoop | None = None
+        self._stats = StatsCollector()
         self._failure: WorkerError | None = None
         self._clock = BucketClock()
         self._drive_lock = threading.Lock()
@@ -84,7 +86,9 @@ class OfflineInference:
         cache = CacheManager(self.config.cache, num_blocks, sliding_window=execution.sliding_window)
         scheduler = Scheduler(self.config.scheduler, cache)
         processor = OutputProcessor(self.tokenizer)
-        self._loop = EngineLoop(execution, scheduler, self._factory, processor, self._clock)
+        self._loop = EngineLoop(
+            execution, scheduler, self._factory, processor, self._clock, self._stats
+        )
         self._failure = None
         self._clock.enter(Bucket.IDLE)
         logger.info(
@@ -97,9 +101,13 @@ class OfflineInference:
         )
 
     def close(self) -> None:
-        """Stop the workers in order; the object can be entered again."""
-        if self._loop is not None:
+        """Stop the workers in order; the object can be entered again.
+
+        A run that another thread is in the middle of ends with a ConfigError, after its step.
+        """
+        with self._drive_lock:
             loop, self._loop = self._loop, None
+        if loop is not None:
             loop.close()
 
     @property
@@ -123,9 +131,9 @@ class OfflineInference:
         """Answer every prompt; return the completions in the order of the prompts.
 
         A prompt is a text, a list of chat messages, a sequence of token ids (list, numpy array or
-        tensor), or a GenerateRequest; sampling_params count where a prompt brings none. A prompt
-        that cannot be answered has a completion with `error` set. With n samples, a prompt has n
-        completions, one after the other.
+        tensor), or a GenerateRequest; sampling_params count where a prompt brings none. With n
+        samples, a prompt has n completions, one after the other; where it cannot be answered, each
+        has its `error` set.
         """
         self._open_loop()
         params = (
@@ -147,6 +155,8 @@ class OfflineInference:
         *,
         stop: threading.Event | None = None,
         timeout_seconds: float | None = None,
+        on_partials: OnPartials | None = None,
+        partial_seconds: float = 10.0,
     ) -> Generator[Completion, None, None]:
         """Answer a stream of requests, yielding each completion as it finishes.
 
@@ -155,6 +165,10 @@ class OfflineInference:
         yielded, and the rest is dropped without a completion; closing the generator early drops
         that too. After timeout_seconds, whatever is not finished ends with finish_reason timeout.
 
+        on_partials gets what there is of the samples that are not finished, every partial_seconds
+        and once more when `stop` was set: in the thread that iterates, between two completions,
+        so that none is among them whose completion is there. What it raises ends the run.
+
         Raises:
             WorkerError: a worker died, hangs, or failed a step; the engine cannot go on.
         """
@@ -162,7 +176,8 @@ class OfflineInference:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         session = self._open_session(iter(requests), deadline)
         try:
-            yield from self._serve(session, stop or threading.Event())
+            reports = PartialReports(on_partials, partial_seconds)
+            yield from self._serve(session, stop or threading.Event(), reports)
         finally:
             self._close_session(session)
             self._clock.enter(Bucket.IDLE)
@@ -172,8 +187,8 @@ class OfflineInference:
         self._clock.enter(bucket)
 
     def take_stats(self) -> RunStats:
-        """Return what happened since the last call."""
-        return self._open_loop().stats.take(self._clock.take())
+        """Return what happened since the last call, also when the engine has failed."""
+        return self._stats.take(self._clock.take())
 
     # Sessions.
 
@@ -189,27 +204,49 @@ class OfflineInference:
             self._sessions.append(session)
         return session
 
-    def _serve(self, session: Session, stop: threading.Event) -> Iterator[Completion]:
+    def _serve(
+        self, session: Session, stop: threading.Event, reports: PartialReports
+    ) -> Iterator[Completion]:
         """Yield a session's completions, driving the loop when nobody else does."""
         while True:
+            if reports.is_due:
+                with self._driving() as loop:
+                    partials = loop.partials_of(session)
+                self._tell(reports, partials)
             completion = session.pop()
             if completion is not None:
                 bucket = self._clock.enter(Bucket.IDLE)
                 yield completion
                 self._clock.enter(bucket)
-                continue
-            if session.is_finished():
+            elif session.is_finished():
                 return
-            with self._driving() as loop:
-                # Cleared before the last look, so that what comes after it wakes the loop.
-                loop.signal.clear()
-                if session.has_mail or session.is_finished():
-                    continue
-                if stop.is_set() and not session.is_abandoned:
-                    session.intake.close()
-                    loop.drop(session)
-                else:
-                    loop.iterate(self._sessions)
+            elif stop.is_set() and not session.is_abandoned:
+                self._stop(session, reports)
+            else:
+                self._drive(session)
+
+    def _drive(self, session: Session) -> None:
+        with self._driving() as loop:
+            # Cleared before the last look, so that what comes after it wakes the loop.
+            loop.signal.clear()
+            if not session.has_mail and not session.is_finished():
+                loop.iterate(self._sessions)
+
+    def _stop(self, session: Session, reports: PartialReports) -> None:
+        """Finish the steps in flight, tell what there is, and drop the rest."""
+        session.intake.close()
+        with self._driving() as loop:
+            partials = []
+            if reports.is_wanted:
+                loop.settle()
+                partials = loop.partials_of(session)
+            loop.drop(session)
+        self._tell(reports, partials)
+
+    def _tell(self, reports: PartialReports, partials: list[PartialOutput]) -> None:
+        bucket = self._clock.enter(Bucket.IDLE)
+        reports.tell(partials)
+        self._clock.enter(bucket)
 
     @contextmanager
     def _driving(self) -> Iterator[EngineLoop]:

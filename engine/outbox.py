@@ -16,6 +16,8 @@ from engine.request import InferRequest
 from engine.session import Session, Turn
 
 logger = logging.getLogger(__name__)
+# A request that has ended, a token that somebody listens to, a flush, or the end.
+_Item = InferRequest | tuple[int, int] | threading.Event | None
 
 
 class Outbox:
@@ -31,7 +33,7 @@ class Outbox:
         self._listeners = listeners
         self._on_delivery = on_delivery
         self._owners: dict[int, tuple[Session, Turn]] = {}
-        self._queue: queue.SimpleQueue[InferRequest | tuple[int, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="tokenmill-outbox", daemon=True)
         self._thread.start()
@@ -63,9 +65,16 @@ class Outbox:
         self._listeners.finish(request.uid)
         session.drop_turn()
 
-    def requests_of(self, session: Session) -> set[int]:
-        """Return the uids inside the engine that belong to a session."""
-        return {uid for uid, (owner, _) in list(self._owners.items()) if owner is session}
+    def turns_of(self, session: Session) -> dict[int, Turn]:
+        """Return the turns of a session that are inside the engine, by the uids of requests."""
+        owners = list(self._owners.items())
+        return {uid: turn for uid, (owner, turn) in owners if owner is session}
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Wait until what was handed over is in its session, but not for ever for a listener."""
+        is_done = threading.Event()
+        self._queue.put(is_done)
+        is_done.wait(timeout_seconds)
 
     def close(self) -> None:
         """Finish what was handed over, then end."""
@@ -77,6 +86,8 @@ class Outbox:
             try:
                 if isinstance(item, tuple):
                     self._listeners.tell(*item)
+                elif isinstance(item, threading.Event):
+                    item.set()
                 else:
                     self._complete(item)
             except Exception as error:  # noqa: BLE001 - raised again in the driver's next check

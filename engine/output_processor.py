@@ -4,6 +4,7 @@ A text without stop strings is decoded once, at its end. Stop strings are looked
 that one that spans tokens is found, and the text is cut before it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.detokenizer import IncrementalDecoder
@@ -27,11 +28,19 @@ class _StopSearch:
         self.text += self.decoder.push(token_id)
         return is_armed and self._search(searched, params)
 
-    def finish(self, params: SamplingParams) -> None:
+    def replay(self, token_ids: Sequence[int], params: SamplingParams) -> bool:
+        """Add the first tokens of an answer; return True when a stop string is complete."""
+        return any(
+            self.push(token_id, params, is_armed=_is_past_minimum(count, params))
+            for count, token_id in enumerate(token_ids, start=1)
+        )
+
+    def finish(self, params: SamplingParams, *, is_armed: bool) -> None:
         """Add what the decoder held back, and search it too."""
         searched = len(self.text)
         self.text += self.decoder.finish()
-        self._search(searched, params)
+        if is_armed:
+            self._search(searched, params)
 
     def _search(self, searched: int, params: SamplingParams) -> bool:
         """Find the first stop string in the new text; it may begin in the old."""
@@ -62,12 +71,10 @@ class OutputProcessor:
             return False
         search = self._searches.get(request.uid)
         if search is None:
-            decoder = IncrementalDecoder(
-                self._tokenizer, skip_special_tokens=params.skip_special_tokens
-            )
-            search = self._searches[request.uid] = _StopSearch(decoder=decoder)
-        is_armed = len(request.output_token_ids) >= params.min_tokens
-        return search.push(token_id, params, is_armed=is_armed)
+            search = self._searches[request.uid] = _new_search(self._tokenizer, params)
+            search.replay(request.output_token_ids[:-1], params)  # those of an earlier run
+        num_tokens = len(request.output_token_ids)
+        return search.push(token_id, params, is_armed=_is_past_minimum(num_tokens, params))
 
     def forget(self, request: InferRequest) -> None:
         """Drop a request that was given up."""
@@ -99,7 +106,8 @@ class OutputProcessor:
 
     def _text(self, request: InferRequest, search: _StopSearch | None) -> str:
         if search is not None and search.cut_at is None:
-            search.finish(request.params)
+            is_armed = _is_past_minimum(len(request.output_token_ids), request.params)
+            search.finish(request.params, is_armed=is_armed)
         if search is not None and search.cut_at is not None:
             return search.text[: search.cut_at]
         token_ids = request.output_token_ids
@@ -107,6 +115,23 @@ class OutputProcessor:
             token_ids[:-1] if _ends_on_hidden_stop(request) else token_ids,
             skip_special_tokens=request.params.skip_special_tokens,
         )
+
+
+def holds_stop_string(
+    tokenizer: Tokenizer, params: SamplingParams, token_ids: Sequence[int]
+) -> bool:
+    """Tell whether an answer would have ended within these tokens, by a stop string."""
+    return bool(params.stop) and _new_search(tokenizer, params).replay(token_ids, params)
+
+
+def _new_search(tokenizer: Tokenizer, params: SamplingParams) -> _StopSearch:
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    return _StopSearch(decoder=decoder)
+
+
+def _is_past_minimum(num_tokens: int, params: SamplingParams) -> bool:
+    """Tell whether a stop string may end here: as with an EOS, min_tokens tokens come before."""
+    return num_tokens > params.min_tokens
 
 
 def _ends_on_hidden_stop(request: InferRequest) -> bool:

@@ -73,6 +73,30 @@ class StreamedToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What was answered in an earlier turn of a conversation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialOutput:
+    """What there is of one sample that has not ended: to be stored, and to go on from.
+
+    replies are those of the turns that are finished; token_ids belong to the turn in progress,
+    and logprobs too, one a token, where they were asked for.
+    """
+
+    request_id: str
+    sample_index: int = 0
+    replies: tuple[Reply, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt and how to answer it; exactly one of prompt, messages, prompt_token_ids is set.
 
@@ -83,7 +107,14 @@ class GenerateRequest:
     completions this one waits for; build_messages then makes its messages from their texts by
     id. A request that others depend on has is_dependency set (`generate` sees to that itself).
 
-    on_token is called with each token as it comes, from a thread of the engine's own.
+    sample_indices are the samples to answer, out of the n that are asked for; None is all.
+    partials are samples to go on with: each ends as if it had never been interrupted, on condition
+    that the prompt, the parameters and the seed are the same. One that cannot be gone on with
+    (tokens that the model has not, or with which it would have ended) is not used, with a
+    warning: its sample, or that turn of it, starts over. Prompts are scored again.
+
+    on_token is called with each token as it comes, from a thread of the engine's own; tokens of
+    partials have come before and are not told again.
     """
 
     request_id: str
@@ -99,15 +130,15 @@ class GenerateRequest:
     build_messages: Callable[[dict[str, str]], Sequence[dict[str, Any]]] | None = None
     is_dependency: bool = False
     on_token: Callable[[StreamedToken], None] | None = None
+    sample_indices: tuple[int, ...] | None = None
+    partials: tuple[PartialOutput, ...] = ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What was answered in an earlier turn of a conversation."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    @property
+    def wanted_samples(self) -> tuple[int, ...]:
+        """Indices of the samples to answer."""
+        if self.sample_indices is not None:
+            return self.sample_indices
+        return tuple(range(self.sampling_params.n))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +172,11 @@ class Completion:
         return len(self.token_ids) + sum(len(reply.token_ids) for reply in self.replies)
 
 
-def failed_completion(request_id: str, error: RequestError) -> Completion:
-    """Return the completion of a request that never ran."""
+def failed_completion(request_id: str, sample_index: int, error: RequestError) -> Completion:
+    """Return the completion of a sample that never ran."""
     return Completion(
         request_id=request_id,
-        sample_index=0,
+        sample_index=sample_index,
         text="",
         token_ids=(),
         finish_reason=FinishReason.ERROR,
@@ -236,6 +267,12 @@ class InferRequest:
         """Take in log probabilities of the prompt; those of a preempted attempt are replaced."""
         del self.prompt_logprobs[part.start - 1 :]
         self.prompt_logprobs += part.logprobs
+
+    def go_on_from(self, partial: PartialOutput) -> None:
+        """Begin with the tokens of an earlier run, like a request that was preempted."""
+        self.output_token_ids = list(partial.token_ids)
+        self.logprobs = list(partial.logprobs or ())
+        self.num_tokens += len(partial.token_ids)
 
     def known_token_ids(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the prompt and what was generated so far, or the positions [start, stop)."""

@@ -3,11 +3,12 @@
 import itertools
 import secrets
 import time
-from collections.abc import Iterable
 
 from engine.errors import RequestError, RequestErrorCode
 from engine.model_source import ModelSource
+from engine.partials import may_go_on
 from engine.request import InferRequest, sampling_key_of
+from engine.sampling_params import SamplingParams
 from engine.session import Turn
 from engine.tokenizer import Tokenizer
 
@@ -23,7 +24,7 @@ class RequestFactory:
         self._seed = secrets.randbits(63)
 
     def make(self, turn: Turn, *, deadline: float | None = None) -> list[InferRequest]:
-        """Return the requests of a turn, the first sample first; one when it cannot run.
+        """Return the requests of a turn, one a sample, the first sample first.
 
         deadline is that of the whole run; a request's own may come earlier.
         """
@@ -34,7 +35,10 @@ class RequestFactory:
             if moment is not None
         ]
         earliest = min(deadlines, default=None)
-        return [self._make_sample(turn, index, earliest) for index in _samples_of(turn)]
+        samples = turn.sample_indices
+        if samples is None:
+            samples = turn.request.wanted_samples
+        return [self._make_sample(turn, index, earliest) for index in samples]
 
     def check_length(self, num_tokens: int, max_tokens: int) -> None:
         """Refuse a prompt that leaves no room for an answer.
@@ -54,15 +58,14 @@ class RequestFactory:
     def _make_sample(self, turn: Turn, sample_index: int, deadline: float | None) -> InferRequest:
         request, params = turn.request, turn.request.sampling_params
         key = request.sampling_key
-        eos_token_ids = () if params.ignore_eos else self._source.eos_token_ids
         num_prompt = len(turn.token_ids)
         bad_words = params.bad_words if turn.error is None else ()
-        return InferRequest(
+        made = InferRequest(
             uid=next(self._uids),
             request_id=request.request_id,
             prompt_token_ids=turn.token_ids,
             params=params,
-            stop_token_ids=frozenset((*eos_token_ids, *params.stop_token_ids)),
+            stop_token_ids=self._stop_token_ids(params),
             max_total_tokens=min(num_prompt + params.max_tokens, self._source.max_model_len),
             seed=params.seed if params.seed is not None else self._seed,
             sampling_key=sampling_key_of(request.request_id) if key is None else key,
@@ -72,9 +75,16 @@ class RequestFactory:
             bad_words_token_ids=self.tokenizer.bad_words_token_ids(bad_words),
             is_truncated=turn.is_truncated,
         )
+        partial = turn.partial_of(sample_index) if turn.error is None else None
+        if partial is not None and may_go_on(made, partial, self.tokenizer):
+            made.go_on_from(partial)
+        return made
 
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return what ends a generation at once; a stop string may be the name of such a token.
 
-def _samples_of(turn: Turn) -> Iterable[int]:
-    if turn.sample_index is not None:
-        return (turn.sample_index,)
-    return range(1 if turn.error is not None else turn.request.sampling_params.n)
+        A control token that is left out of the text could never be found there.
+        """
+        eos_token_ids = () if params.ignore_eos else self._source.eos_token_ids
+        named = self.tokenizer.control_token_ids(params.stop) if params.skip_special_tokens else ()
+        return frozenset((*eos_token_ids, *params.stop_token_ids, *named))

@@ -77,7 +77,9 @@ class SamplingParams(BaseModel):
         default=None, ge=0, lt=2**63, description="Seed of the draws; the job's seed when left out."
     )
     stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
-        default=(), description="Strings that end the text; the text is cut before them."
+        default=(),
+        description="Strings that end the text; the text is cut before them. One that is the name "
+        "of a control token, such as <|im_end|>, means that token.",
     )
     include_stop_str_in_output: bool = Field(
         default=False, description="Leave the stop string, or the stop token's text, in the text."

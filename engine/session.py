@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 from engine.errors import RequestError, RequestErrorCode
 from engine.intake import EncodedRequest, Intake
+from engine.partials import usable_partials
 from engine.request import (
     Completion,
     GenerateRequest,
+    PartialOutput,
     Reply,
     failed_completion,
     sampling_key_of,
@@ -26,14 +28,22 @@ Encode = Callable[[GenerateRequest], EncodedRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One generation of a row: which request, which sample, and what was said before."""
+    """One generation of a row: which request, which samples, and what was said before."""
 
     request: GenerateRequest
     token_ids: list[int]
     error: RequestError | None = None
-    sample_index: int | None = None  # None: every sample of the request
+    sample_indices: tuple[int, ...] | None = None  # None: every sample that the request wants
     replies: tuple[Reply, ...] = ()
     is_truncated: bool = False  # the prompt of this turn, or of one before
+
+    def partial_of(self, sample_index: int) -> PartialOutput | None:
+        """Return what an earlier run has left of this turn of a sample."""
+        for partial in self.request.partials:
+            is_of_turn = len(partial.replies) == len(self.replies)
+            if partial.sample_index == sample_index and is_of_turn:
+                return partial
+        return None
 
 
 class Session:
@@ -57,20 +67,32 @@ class Session:
 
     def take(self) -> Turn | None:
         """Return the next turn to schedule; None when there is none yet."""
-        while True:
-            with self._lock:
-                if self._ready:
-                    self._num_open += 1
-                    return self._ready.popleft()
-            item = self.intake.poll()
-            if item is None:
-                return None
-            if not item.request.depends_on:
-                with self._lock:
-                    self._num_open += 1
-                    self._note(item.request)
-                return _first_turn(item.request, item)
-            self._park(item.request)
+        # One lock from the intake on: a request on its way must not be missed by is_finished.
+        with self._lock:
+            while not self._ready:
+                item = self.intake.poll()
+                if item is None:
+                    return None
+                self._note(item.request)
+                if item.request.depends_on:
+                    self._park(item.request)
+                else:
+                    self._begin(item.request, item)
+            self._num_open += 1
+            return self._ready.popleft()
+
+    def partials(self) -> list[PartialOutput]:
+        """Return what there is of the conversations that wait for their next turn to start."""
+        with self._lock:
+            return [
+                turn.partial_of(index)
+                or PartialOutput(
+                    request_id=turn.request.request_id, sample_index=index, replies=turn.replies
+                )
+                for turn in self._ready
+                if turn.replies
+                for index in turn.sample_indices or ()
+            ]
 
     @property
     def is_congested(self) -> bool:
@@ -139,16 +161,18 @@ class Session:
     # Turns.
 
     def _next_turn(self, turn: Turn, completion: Completion) -> Turn | None:
-        request = turn.request
-        number = len(turn.replies)
-        if number >= len(request.turns):
+        if len(turn.replies) >= len(turn.request.turns):
             return None
         reply = Reply(
             text=completion.text, token_ids=completion.token_ids, logprobs=completion.logprobs
         )
+        return self._following(turn, completion.sample_index, reply)
+
+    def _following(self, turn: Turn, sample_index: int, reply: Reply) -> Turn:
+        request, number = turn.request, len(turn.replies)
         asked = [
             *(request.messages or [{"role": "user", "content": request.prompt}]),
-            {"role": "assistant", "content": completion.text},
+            {"role": "assistant", "content": reply.text},
             {"role": "user", "content": request.turns[number]},
         ]
         following = replace(
@@ -162,20 +186,44 @@ class Session:
             request=following,
             token_ids=encoded.token_ids,
             error=encoded.error,
-            sample_index=completion.sample_index,
+            sample_indices=(sample_index,),
             replies=(*turn.replies, reply),
             is_truncated=turn.is_truncated or encoded.is_truncated,
         )
 
+    def _begin(self, request: GenerateRequest, encoded: EncodedRequest) -> None:
+        """Make a request ready: its first turn, and the later ones that samples had come to."""
+        if request.partials:
+            request = replace(request, partials=usable_partials(request))
+        first = Turn(
+            request=request,
+            token_ids=encoded.token_ids,
+            error=encoded.error,
+            is_truncated=encoded.is_truncated,
+        )
+        later = [p for p in request.partials if p.replies and encoded.error is None]
+        if later:
+            moved = {partial.sample_index for partial in later}
+            rest = tuple(index for index in request.wanted_samples if index not in moved)
+            first = replace(first, sample_indices=rest)
+        if first.sample_indices != ():
+            self._ready.append(first)
+        self._ready.extend(self._resume(first, partial) for partial in later)
+
+    def _resume(self, turn: Turn, partial: PartialOutput) -> Turn:
+        """Return the turn that follows the replies, each of which is asked for as it was before."""
+        for reply in partial.replies:
+            if turn.error is None:
+                turn = self._following(turn, partial.sample_index, reply)
+        return turn
+
     # Dependencies. Everything below holds the lock, or is called by what does.
 
     def _park(self, request: GenerateRequest) -> None:
-        with self._lock:
-            self._note(request)
-            self._parked[request.request_id] = request
-            for other in request.depends_on:
-                self._dependents_of.setdefault(other, []).append(request.request_id)
-            self._release_if_met(request)
+        self._parked[request.request_id] = request
+        for other in request.depends_on:
+            self._dependents_of.setdefault(other, []).append(request.request_id)
+        self._release_if_met(request)
 
     def _note(self, request: GenerateRequest) -> None:
         if request.is_dependency:
@@ -212,22 +260,13 @@ class Session:
                 self._fail_parked(request, f"build_messages raised {error!r}")
                 return
             request = replace(request, prompt=None, messages=messages, build_messages=None)
-        encoded = self._encode(request)
-        self._ready.append(_first_turn(request, encoded))
+        self._begin(request, self._encode(request))
 
     def _fail_parked(self, request: GenerateRequest, reason: str) -> None:
         self._parked.pop(request.request_id, None)
         error = RequestError(RequestErrorCode.DEPENDENCY_FAILED, reason)
-        self._deliver(failed_completion(request.request_id, error))
-
-
-def _first_turn(request: GenerateRequest, encoded: EncodedRequest) -> Turn:
-    return Turn(
-        request=request,
-        token_ids=encoded.token_ids,
-        error=encoded.error,
-        is_truncated=encoded.is_truncated,
-    )
+        for sample_index in request.wanted_samples:
+            self._deliver(failed_completion(request.request_id, sample_index, error))
 
 
 def _deadlock(request: GenerateRequest, parked: dict[str, GenerateRequest]) -> str:

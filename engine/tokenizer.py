@@ -1,19 +1,24 @@
-"""Text to token ids and back: prompts, chat templates, special tokens.
+"""Text to token ids and back: prompts, chats, special tokens.
 
 Owns everything that knows a tokenizer; the scheduler and the worker see ids only. The mock
 tokenizer is bytes, so that a whole job runs without a model.
+
+Control tokens that are spelt out, such as <|im_end|>: in a text prompt they are control tokens,
+since a prompt may be rendered elsewhere and vLLM reads it so; in messages they stay text, since
+there the chat template alone says where a turn ends.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from engine.chat_template import ChatTemplate, Message, without_surrogates
 from engine.config import ChatConfig, EngineConfig
 from engine.errors import ConfigError, RequestError, RequestErrorCode
 from engine.model_source import ModelSource
@@ -104,10 +109,14 @@ class Tokenizer(ABC):
         if request.prompt_token_ids is not None:
             token_ids = as_integers(request.prompt_token_ids)
         elif request.messages is not None:
-            token_ids = self._encode_chat(request.messages, add_generation_prompt=True)
+            token_ids = self._encode_messages(request.messages, add_generation_prompt=True)
+        elif isinstance(request.prompt, str):
+            token_ids = self._encode_text(without_surrogates(request.prompt))
         else:
-            assert request.prompt is not None
-            token_ids = self._encode_text(_without_surrogates(request.prompt))
+            raise RequestError(
+                RequestErrorCode.BAD_ROW,
+                f"prompt is a {type(request.prompt).__name__}, wanted a string",
+            )
         if not token_ids:
             raise RequestError(
                 RequestErrorCode.PROMPT_EMPTY, "the prompt has no token; give it some text"
@@ -115,19 +124,47 @@ class Tokenizer(ABC):
         check_vocabulary(given[0], token_ids, self.vocab_size)
         return token_ids
 
+    def _encode_messages(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
+    ) -> list[int]:
+        try:
+            if not len(messages):
+                return []
+            return self._encode_chat(messages, add_generation_prompt=add_generation_prompt)
+        except RequestError:
+            raise
+        # A template runs the model's code over the user's data and may raise anything.
+        except Exception as error:
+            raise RequestError(
+                RequestErrorCode.BAD_TEMPLATE,
+                f"the chat template refuses the messages: {error or repr(error)}",
+            ) from error
+
     def _num_fixed_tokens(self, request: GenerateRequest, token_ids: list[int]) -> int:
         """Return how many tokens the generation prompt at the end of a chat has."""
         if request.messages is None:
             return 0
-        without = self._encode_chat(request.messages, add_generation_prompt=False)
+        without = self._encode_messages(request.messages, add_generation_prompt=False)
         pairs = zip(without, token_ids, strict=False)
         num_common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(without))
         return len(token_ids) - num_common
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text that the token adds behind other text, special tokens as written.
+
+        Behind a letter: some tokenizers drop the space with which a text begins. A token that is
+        a part of a character gives U+FFFD.
+        """
+        before = self._encode_bare("a")
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text[len(self.decode(before, skip_special_tokens=False)) :]
+
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return spell_bad_words(
-            [_without_surrogates(word) for word in words], self._encode_bare, self.vocab_size
-        )
+        return spell_bad_words(without_surrogates(words), self._encode_bare, self.vocab_size)
+
+    def control_token_ids(self, words: Sequence[str]) -> list[int]:
+        """Return the tokens that are spelt by these words and are no part of a text."""
+        return []
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -146,12 +183,16 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> list[int]: ...
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A tokenizer of transformers. Special tokens inside a user's content stay literal text."""
+    """A tokenizer of transformers.
+
+    It is asked by one thread at a time: encoding as plain text is a state of the whole tokenizer,
+    in which another thread's control tokens would be text, and the other way round.
+    """
 
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
         from transformers import AutoTokenizer
@@ -169,7 +210,12 @@ class PretrainedTokenizer(Tokenizer):
                 f"{folder}: no usable tokenizer ({error}); set engine.tokenizer_path"
             ) from error
         self.bos_token_id = self._tokenizer.bos_token_id
-        self._chat_template = _read_template(config.chat)
+        self._lock = threading.Lock()
+        self._chat_template = ChatTemplate(config.chat, self._tokenizer)
+        added_tokens = self._tokenizer.added_tokens_decoder
+        self._control_token_ids = {
+            token.content: token_id for token_id, token in added_tokens.items() if token.special
+        }
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens."""
@@ -183,51 +229,34 @@ class PretrainedTokenizer(Tokenizer):
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the tokenizer, of the chat template and of its options."""
-        options = msgspec.json.encode([self._chat.chat_template_kwargs, self._chat.tools])
-        template = self._chat_template or self._tokenizer.chat_template or ""
         backend = self._tokenizer.backend_tokenizer.to_str()
         return {
             "tokenizer": _short_hash(backend.encode("utf-8", "surrogatepass")),
-            "chat_template": _short_hash(str(template).encode("utf-8", "surrogatepass")),
-            "chat_options": _short_hash(options),
+            "chat_template": _short_hash(self._chat_template.text.encode("utf-8", "surrogatepass")),
+            "chat_options": _hash_of_options(self._chat),
+            "system_role": self._chat_template.system_role,
         }
 
+    def control_token_ids(self, words: Sequence[str]) -> list[int]:
+        """Return the tokens that are spelt by these words and are no part of a text."""
+        return [self._control_token_ids[word] for word in words if word in self._control_token_ids]
+
     def _encode_text(self, text: str) -> list[int]:
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+        with self._lock:
+            ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
         # A prompt that was rendered elsewhere may bring the BOS token that is added here.
         bos = self.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _encode_bare(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> list[int]:
-        from jinja2 import TemplateError
-
-        if self._chat_template is None and not self._tokenizer.chat_template:
-            raise RequestError(
-                RequestErrorCode.BAD_ROW,
-                "the row has messages but the tokenizer has no chat template; set "
-                "engine.chat.chat_template, or prompt.format: text",
-            )
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                _clean_messages(messages),
-                chat_template=self._chat_template,
-                tools=list(self._chat.tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-                sanitize_control_tokens=True,
-                **self._chat.chat_template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(
-                RequestErrorCode.BAD_TEMPLATE, f"the chat template refuses the messages: {error}"
-            ) from error
-        return list(ids)
+        with self._lock:
+            return self._chat_template.encode(messages, add_generation_prompt=add_generation_prompt)
 
 
 class MockTokenizer(Tokenizer):
@@ -244,8 +273,8 @@ class MockTokenizer(Tokenizer):
 
     def fingerprint(self) -> dict[str, str]:
         """Return the one tokenizer there is."""
-        options = msgspec.json.encode([self._chat.chat_template_kwargs, self._chat.tools])
-        return {"tokenizer": "mock", "chat_template": "mock", "chat_options": _short_hash(options)}
+        options = _hash_of_options(self._chat)
+        return {"tokenizer": "mock", "chat_template": "mock", "chat_options": options}
 
     def _encode_text(self, text: str) -> list[int]:
         return [byte + _MOCK_FIRST_BYTE for byte in text.encode("utf-8")]
@@ -254,41 +283,15 @@ class MockTokenizer(Tokenizer):
         return self._encode_text(text)
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+        self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> list[int]:
         lines = [f"{m.get('role', '')}: {m.get('content', '')}\n" for m in messages]
         end = "assistant: " if add_generation_prompt else ""
-        return self._encode_text(_without_surrogates("".join(lines) + end))
+        return self._encode_text(without_surrogates("".join(lines) + end))
 
 
-def _read_template(chat: ChatConfig) -> str | None:
-    """Return the template: itself, or the file that it names."""
-    path = chat.template_path
-    if path is None:
-        return chat.chat_template
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"engine.chat.chat_template: {chat.chat_template!r} is neither a template nor a readable file "
-            f"({error.strerror})"
-        ) from error
-
-
-def _clean_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: _without_surrogates(v) if isinstance(v, str) else v for k, v in message.items()}
-        for message in messages
-    ]
-
-
-def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer takes, by U+FFFD."""
-    return (
-        text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        if not text.isascii()
-        else text
-    )
+def _hash_of_options(chat: ChatConfig) -> str:
+    return _short_hash(msgspec.json.encode([chat.chat_template_kwargs, chat.tools]))
 
 
 def _short_hash(data: bytes) -> str:

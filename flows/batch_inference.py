@@ -37,7 +37,7 @@ def batch_inference(config: JobConfig) -> State[Any]:
         return Failed(message=f"{type(error).__name__}: {error}", data=error)
     _publish(outcome)
     is_completed = outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
-    state = Completed if is_completed else Failed
+    state = Completed if is_completed and not outcome.has_too_many_failed else Failed
     return state(message=outcome.message, data=outcome)
 
 

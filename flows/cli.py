@@ -90,17 +90,19 @@ def export(
     output: Annotated[Path | None, typer.Option(help="Where to; the job's own path.")] = None,
     ledger_url: LedgerOption = None,
 ) -> None:
-    """Write the finished rows of a job as JSONL, in input order."""
+    """Write the finished rows of a job in input order, the failed ones too, and a manifest.
+
+    The suffix of --output chooses between JSONL, CSV and Parquet.
+    """
     url = ledger_url or default_ledger_url()
     with Ledger.open(url, must_exist=True) as ledger:
         job = ledger.get_job(job_id)
         config = _config_of(job, url)
         with RecordReader(config.sources, config.prompt) as reader:
             summary = export_job(config, job, ledger, reader, output or output_path_of(config))
-    talk.print(
-        f"{summary.num_ok} ok, {summary.num_error} failed, {summary.num_pending} pending",
-        highlight=False,
-    )
+    talk.print(f"{summary.describe()}, {summary.num_pending} pending", highlight=False)
+    if summary.errors_path is not None:
+        talk.print(f"failed rows: {summary.errors_path}", markup=False, highlight=False)
     data.print(str(summary.output_path), markup=False, highlight=False)
 
 

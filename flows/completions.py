@@ -7,12 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from sqlalchemy import Connection, RowMapping, case, delete, func, insert, select, tuple_
+from sqlalchemy import Connection, RowMapping, Select, case, delete, func, insert, select, tuple_
 
 from engine import LedgerError
 from flows import unfinished
-from flows.ledger_rows import CompletionRow
+from flows.ledger_rows import CompletionRow, DoneSamples
 from flows.schema import CompletionTable, PayloadTable, RowState
 
 COUNTERS = ("num_ok", "num_error", "num_skipped", "num_prompt_tokens", "num_output_tokens")
@@ -73,14 +74,11 @@ def store(connection: Connection, origin: Origin, rows: Sequence[CompletionRow])
 def leave_out_known_errors(
     connection: Connection, job_key: int, rows: Sequence[CompletionRow]
 ) -> list[CompletionRow]:
-    """Return the rows whose very error the ledger does not hold yet."""
+    """Return the rows that the ledger does not hold with this state and error yet."""
     known = {
-        (old.key, old.state, old.error_code, old.error_message)
-        for old in _find_existing(connection, job_key, rows)
+        (old.key, old.state, old.error_code) for old in _find_existing(connection, job_key, rows)
     }
-    return [
-        row for row in rows if (row.key, row.state, row.error_code, row.error_message) not in known
-    ]
+    return [row for row in rows if (row.key, row.state, row.error_code) not in known]
 
 
 def count(samples: Iterable[CompletionRow]) -> dict[str, int]:
@@ -108,32 +106,28 @@ def read_after(
 ) -> Iterator[CompletionRow]:
     """Yield completions with text behind the key `after`, in the order of the input."""
     key = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
-    query = (
-        select(
-            CompletionTable,
-            PayloadTable.text,
-            PayloadTable.token_ids,
-            PayloadTable.turns,
-            PayloadTable.logprobs,
-        )
-        .outerjoin(
-            PayloadTable,
-            (PayloadTable.job_key == CompletionTable.job_key)
-            & (PayloadTable.row_index == CompletionTable.row_index)
-            & (PayloadTable.sample_index == CompletionTable.sample_index),
-        )
-        .where(CompletionTable.job_key == job_key, key > tuple_(*after))
-        .order_by(CompletionTable.row_index, CompletionTable.sample_index)
-        .limit(limit)
+    query = _select_with_payload(job_key).where(key > tuple_(*after)).limit(limit)
+    return map(_read_with_payload, connection.execute(query).mappings())
+
+
+def read_row(connection: Connection, job_key: int, row_index: int) -> list[CompletionRow]:
+    """Return the completions of one row with text, in the order of samples."""
+    query = _select_with_payload(job_key).where(CompletionTable.row_index == row_index)
+    return [_read_with_payload(row) for row in connection.execute(query).mappings()]
+
+
+def read_done(
+    connection: Connection, job_key: int, first: int, last: int
+) -> dict[int, DoneSamples]:
+    """Return which samples of the rows first to last, included, have a result."""
+    table = CompletionTable
+    query = select(table.row_index, table.sample_index, table.num_samples).where(
+        table.job_key == job_key, table.row_index.between(first, last)
     )
-    for row in connection.execute(query).mappings():
-        yield replace(
-            _read(row),
-            text=row["text"],
-            token_ids=row["token_ids"] or (),
-            turns=tuple(row["turns"] or ()),
-            logprobs=row["logprobs"],
-        )
+    done: dict[int, DoneSamples] = {}
+    for row_index, sample_index, num_samples in connection.execute(query):
+        done.setdefault(row_index, DoneSamples(set(), num_samples)).indices.add(sample_index)
+    return done
 
 
 def count_by_shard(
@@ -151,7 +145,7 @@ def count_by_shard(
             func.sum(case((is_first, table.num_prompt_tokens), else_=0)).label("num_prompt_tokens"),
             func.sum(table.num_output_tokens).label("num_output_tokens"),
         )
-        .where(table.job_key == job_key)
+        .where(table.job_key == job_key, table.row_index.between(0, num_rows - 1))
         .group_by(table.row_index)
         .subquery()
     )
@@ -171,6 +165,36 @@ def count_by_shard(
         ).group_by(shard)
     ).mappings()
     return {row["shard"]: {name: int(row[name]) for name in COUNTERS} for row in counted}
+
+
+def _select_with_payload(job_key: int) -> Select[*tuple[Any, ...]]:
+    return (
+        select(
+            CompletionTable,
+            PayloadTable.text,
+            PayloadTable.token_ids,
+            PayloadTable.turns,
+            PayloadTable.logprobs,
+        )
+        .outerjoin(
+            PayloadTable,
+            (PayloadTable.job_key == CompletionTable.job_key)
+            & (PayloadTable.row_index == CompletionTable.row_index)
+            & (PayloadTable.sample_index == CompletionTable.sample_index),
+        )
+        .where(CompletionTable.job_key == job_key)
+        .order_by(CompletionTable.row_index, CompletionTable.sample_index)
+    )
+
+
+def _read_with_payload(row: RowMapping) -> CompletionRow:
+    return replace(
+        _read(row),
+        text=row["text"],
+        token_ids=row["token_ids"] or (),
+        turns=tuple(row["turns"] or ()),
+        logprobs=row["logprobs"],
+    )
 
 
 def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:

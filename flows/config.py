@@ -4,12 +4,18 @@ The same model is the Prefect parameter form and the validator, so every field s
 """
 
 import os
+import re
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from engine import EngineConfig, SamplingParams, Section
+from flows.source_config import ColumnMapping as ColumnMapping
+from flows.source_config import PromptConfig as PromptConfig
+from flows.source_config import SourceConfig as SourceConfig
+from flows.source_config import SourceFormat as SourceFormat
 
 LEDGER_URL_VARIABLE = "TOKENMILL_LEDGER_URL"
 DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
@@ -17,76 +23,98 @@ DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
 MAX_TIMEOUT_SECONDS = 1_000_000_000
 
 
-class ColumnMapping(Section):
-    """Which column of a source holds what; a name that a row lacks is simply not there."""
+class OutputFormat(StrEnum):
+    """How the answers are written."""
 
-    id: str | None = Field(default="id", description="The row's id; `source:line` when absent.")
-    prompt: str = Field(default="prompt", description="Text that is continued as it stands.")
-    messages: str = Field(default="messages", description="Chat messages in OpenAI's form.")
-    prompt_token_ids: str = Field(default="prompt_token_ids", description="Ready token ids.")
-    turns: str = Field(
-        default="turns",
-        description="User messages of a conversation, a list of strings; each is asked after the "
-        "reply to the one before. A column that is named above is not read as turns.",
-    )
-    sampling: str = Field(default="sampling", description="Object of sampling overrides.")
-    priority: str = Field(default="priority", description="Whole number; lower runs earlier.")
-    timeout_seconds: str = Field(
-        default="timeout_seconds", description="The row's own row_timeout_seconds."
-    )
-
-    @property
-    def prompt_columns(self) -> tuple[str, ...]:
-        """Return the names of the columns of which a row holds exactly one."""
-        names = (self.prompt, self.messages, self.prompt_token_ids)
-        # Sources that call their chat messages `turns` are older than this column.
-        return names if self.turns in names else (*names, self.turns)
+    JSONL = "jsonl"
+    OPENAI_BATCH = "openai_batch"
+    PARQUET = "parquet"
+    CSV = "csv"
 
 
-class SourceConfig(Section):
-    """One input file."""
-
-    path: Path = Field(description="A JSONL file: one object a line.")
-    name: str | None = Field(
-        default=None, description="Name in row ids and messages; the file's stem when left out."
-    )
-    limit: int | None = Field(default=None, ge=1, description="Take only the first rows.")
-    columns: ColumnMapping = Field(default_factory=ColumnMapping)
-
-    @property
-    def resolved_name(self) -> str:
-        """Return the name that row ids and messages use."""
-        return self.name if self.name is not None else self.path.name.split(".")[0]
+_OUTPUT_SUFFIXES = {
+    ".jsonl": OutputFormat.JSONL,
+    ".json": OutputFormat.JSONL,
+    ".ndjson": OutputFormat.JSONL,
+    ".parquet": OutputFormat.PARQUET,
+    ".csv": OutputFormat.CSV,
+}
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# A Path keeps one of the two slashes of a URL.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-class PromptConfig(Section):
-    """How a row becomes a prompt; without a template the row's own columns are taken."""
+def format_of_suffix(path: Path) -> OutputFormat | None:
+    """Return what the suffix says; jsonl stands for both formats of JSON lines."""
+    return _OUTPUT_SUFFIXES.get(path.suffix.lower())
 
-    template: str | None = Field(
-        default=None,
-        description="Jinja template over the row's columns, such as 'Summarise: {{ text }}'.",
-    )
-    system: str | None = Field(
-        default=None, description="Jinja template of a system message put before the user's."
-    )
-    format: Literal["chat", "text"] = Field(
-        default="chat",
-        description="chat gives a prompt string to the model's chat template as a user message; "
-        "text continues the string as it stands.",
-    )
+
+def problem_of_output_path(path: Path) -> str | None:
+    """Return why nothing can be written there, None when nothing speaks against it."""
+    if _URL.match(str(path)):
+        return f"{path} is a URL, wanted a local path; write it here and copy it afterwards"
+    if path.suffix.lower() in _COMPRESSED:
+        return f"{path} would be compressed, which outputs are not; leave {path.suffix} out"
+    return None
 
 
 class OutputConfig(Section):
-    """Where the answers go."""
+    """Where the answers go, and in which form."""
 
     path: Path | None = Field(
-        default=None, description="Output JSONL file; output.jsonl in job_dir when left out."
+        default=None,
+        description="Output file; output.jsonl (.parquet, .csv) in job_dir when left out. Beside "
+        "it are the failed rows and OUTPUT.manifest.json.",
+    )
+    format: OutputFormat | None = Field(
+        default=None,
+        description="jsonl, openai_batch, parquet or csv; left out, by the suffix of path, and "
+        "openai_batch when every source is.",
+    )
+    errors_path: Path | None = Field(
+        default=None,
+        description="File of the failed rows; when left out errors.jsonl in job_dir, beside an "
+        "output elsewhere STEM_errors.jsonl. There is none when no row has failed.",
     )
     result_prefix: str = Field(
         default="",
         description="Put before text, finish_reason and the other result fields, where a column "
         "of the input has the same name.",
     )
+
+    @field_validator("path", "errors_path")
+    @classmethod
+    def _is_a_local_file(cls, path: Path | None) -> Path | None:
+        problem = None if path is None else problem_of_output_path(path)
+        if problem is not None:
+            raise ValueError(problem)
+        return path
+
+    @model_validator(mode="after")
+    def _format_and_suffix_agree(self) -> "OutputConfig":
+        by_suffix = None if self.path is None else format_of_suffix(self.path)
+        asked = self.format
+        if asked is OutputFormat.OPENAI_BATCH:
+            asked = OutputFormat.JSONL
+        if by_suffix is not None and asked is not None and by_suffix is not asked:
+            raise ValueError(
+                f"path ends in {self.path.suffix if self.path else ''} and format is "
+                f"{self.format}; change one of them, or leave format out"
+            )
+        return self
+
+
+def _check_failed_rows(value: int | str | None) -> int | str | None:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("wanted a number of rows, 0 or more")
+    if isinstance(value, str):
+        try:
+            percent = float(value.removesuffix("%"))
+        except ValueError:
+            percent = -1.0
+        if not value.endswith("%") or not 0 <= percent <= 100:
+            raise ValueError(f"found {value!r}, wanted a number of rows or a share such as 5%")
+    return value
 
 
 class JobConfig(Section):
@@ -102,6 +130,16 @@ class JobConfig(Section):
     )  # fmt: skip
     sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Input files, in order.")
     prompt: PromptConfig = Field(default_factory=PromptConfig)
+    too_long: Literal["error", "skip", "truncate"] = Field(
+        default="error",
+        description="What becomes of a row whose prompt does not fit max_model_len: an error row, "
+        "a skipped row, or the end of the prompt that leaves room for max_tokens.",
+    )
+    deduplicate: bool = Field(
+        default=True,
+        description="Ask the engine once for rows that are the same to the last token, greedy or "
+        "only scored; rows that sample are never folded.",
+    )
     sampling: SamplingParams = Field(
         default_factory=SamplingParams, description="Sampling of every row; a row may override it."
     )
@@ -115,6 +153,17 @@ class JobConfig(Section):
         description="A row that is not answered so long after the engine has queued it becomes an "
         "error row; each turn of a conversation has so long.",
     )  # fmt: skip
+    max_runtime_seconds: float | None = Field(
+        default=None, gt=0, le=MAX_TIMEOUT_SECONDS,
+        description="A run that lasts so long stops in order, and can be resumed.",
+    )  # fmt: skip
+    max_failed_rows: Annotated[
+        int | str | None, Field(union_mode="left_to_right"), AfterValidator(_check_failed_rows)
+    ] = Field(
+        default=None,
+        description="More error rows than this, a number or a share such as 5%, end the job as "
+        "failed; it can be resumed. Left out, every row is tried.",
+    )
     shards: int = Field(default=1, ge=1, le=10_000, description="Parts that run on their own.")
     ledger_url: str | None = Field(
         default=None,
@@ -137,15 +186,10 @@ class JobConfig(Section):
         default=1.0, gt=0, description="Longest time that a finished answer waits for its commit."
     )
 
-    @field_validator("sampling")
-    @classmethod
-    def _one_answer_a_row(cls, sampling: SamplingParams) -> SamplingParams:
-        if sampling.n > 1:
-            raise ValueError(
-                f"n is {sampling.n}, and a job keeps one answer of each row so far; leave n out, "
-                "and write a row several times (with ids of their own) for several answers"
-            )
-        return sampling
+    partial_seconds: float = Field(
+        default=10.0, gt=0,
+        description="How often the tokens of unfinished answers are stored: what a kill can cost.",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _source_names_are_distinct(self) -> "JobConfig":
@@ -154,6 +198,12 @@ class JobConfig(Section):
             if names.count(name) > 1:
                 raise ValueError(f"two sources are named {name!r}; give one of them a `name`")
         return self
+
+    def max_failed_of(self, num_rows: int) -> int | None:
+        """Return how many rows of so many may fail; None when all may."""
+        if isinstance(self.max_failed_rows, str):
+            return int(float(self.max_failed_rows.removesuffix("%")) / 100 * num_rows)
+        return self.max_failed_rows
 
     @property
     def resolved_ledger_url(self) -> str:

@@ -74,6 +74,9 @@ class Database:
         self._engine = engine
         self._writer = engine.execution_options(tokenmill_write=True)
         self._is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite's transactions see one state of the database anyway.
+        one_state = {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        self._reader = engine.execution_options(**one_state)
 
     @classmethod
     def open(cls, url: str, *, must_exist: bool = False) -> "Database":
@@ -105,10 +108,22 @@ class Database:
         fetch_rows bounds the rows of a result that are held in memory at a time.
         """
         try:
-            with self._engine.begin() as connection:
+            with self._reader.begin() as connection:
                 if fetch_rows is not None:
                     connection.execution_options(yield_per=fetch_rows)
                 yield connection
+        except DBAPIError as error:
+            raise self._translated(error) from error
+
+    @contextmanager
+    def outside_transaction(self) -> Iterator[Connection]:
+        """Yield a connection for statements that no transaction may hold, such as VACUUM."""
+        options = (
+            {"tokenmill_begin": False} if self._is_sqlite else {"isolation_level": "AUTOCOMMIT"}
+        )
+        try:
+            with self._engine.connect() as connection:
+                yield connection.execution_options(**options)
         except DBAPIError as error:
             raise self._translated(error) from error
 
@@ -288,7 +303,10 @@ def _set_up_sqlite_connection(connection: sqlite3.Connection, record: object) ->
 def _begin_sqlite_transaction(connection: Connection) -> None:
     # A transaction that reads first and writes later fails, without waiting, when another process
     # wrote in between; one that says at once that it will write waits for its turn.
-    is_write = connection.get_execution_options().get("tokenmill_write", False)
+    options = connection.get_execution_options()
+    if not options.get("tokenmill_begin", True):
+        return
+    is_write = options.get("tokenmill_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
 

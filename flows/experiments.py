@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ class ExperimentRun:
     """What only the run itself knows. Seconds, rows and stats are of this run alone.
 
     busy_seconds is the time with at least one step in flight on any engine, so it never exceeds
-    wall_seconds, however many shards ran at a time.
+    wall_seconds, however many shards ran at a time. job_stats are counts that the engine does not
+    know of; the row keeps them among the stats.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ExperimentRun:
     wall_seconds: float
     busy_seconds: float
     stats: RunStats
+    job_stats: dict[str, int] = field(default_factory=dict)
 
 
 def record_experiment(ledger: Ledger, job_key: int, run: ExperimentRun) -> ExperimentRow:
@@ -68,7 +70,7 @@ def record_experiment(ledger: Ledger, job_key: int, run: ExperimentRun) -> Exper
             **_lengths(run.prompt_tokens, output_tokens),
             **_rates(run),
             "config": flatten_config(job.config),
-            "stats": msgspec.to_builtins(run.stats),
+            "stats": msgspec.to_builtins(run.stats) | run.job_stats,
             "versions": collect_versions(),
         }
         row = ExperimentRow(**values)

@@ -16,9 +16,9 @@ from engine import ExitCode, RunStats
 from flows.config import JobConfig
 from flows.experiments import ExperimentRun, Percentiles, record_experiment
 from flows.exporter import ExportSummary, export_job
+from flows.job_driver import JobDriver
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
-from flows.owner import Owner
 from flows.planner import Plan
 from flows.preparation import (
     check_model_and_sources,
@@ -30,6 +30,7 @@ from flows.preparation import (
 from flows.records import RecordReader
 from flows.schema import JobState
 from flows.shard_runner import ShardJob, ShardSummary, run_shard
+from flows.shard_writer import TooManyFailedRowsError
 from flows.stacks import StackPool
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a run of a job ended, in words that a log and a terminal can show."""
+    """How a run of a job ended, in words that a log and a terminal can show.
+
+    has_too_many_failed tells that max_failed_rows was passed: also a job whose every row has its
+    result counts as failed then.
+    """
 
     job_id: str
     state: JobState
     exit_code: ExitCode
     message: str
     output_path: Path | None
+    has_too_many_failed: bool = False
 
 
 class JobRun:
@@ -54,16 +60,19 @@ class JobRun:
         shard_job: ShardJob,
         plan: Plan,
         ledger: Ledger,
-        stacks: StackPool,
+        driver: JobDriver,
+        *,
+        stop: threading.Event,
         flow_run_id: str | None,
     ) -> None:
         self.config = shard_job.config
         self.job = shard_job.job
         self.ledger = ledger
-        self.stop = threading.Event()
+        self.stop = stop
+        self._driver = driver
         self._shard_job = shard_job
         self._plan = plan
-        self._stacks = stacks
+        self._stacks = StackPool(self.config.engine)
         self._flow_run_id = flow_run_id
         self._started = time.monotonic()
 
@@ -74,19 +83,28 @@ class JobRun:
 
         Raises:
             ConfigError: something that only the user can mend, found before weights are loaded.
-            LedgerError: the ledger refuses this job.
+            LedgerError: the ledger refuses this job, or another process drives it.
+            TooManyFailedRowsError: more rows of the input are bad than may fail.
         """
         config = resolve(config)
         check_model_and_sources(config)
-        with Ledger.open(config.resolved_ledger_url) as ledger:
-            shard_job, plan = prepare(config, ledger)
-            stacks = StackPool(config.engine)
-            run = cls(shard_job, plan, ledger, stacks, flow_run_id)
+        stop = threading.Event()
+        with (
+            _stopped_after(config.max_runtime_seconds, stop),
+            Ledger.open(config.resolved_ledger_url) as ledger,
+            JobDriver(ledger, lease_seconds=config.lease_seconds, lost=stop) as driver,
+        ):
+            shard_job, plan = prepare(config, ledger, driver)
+            run = cls(shard_job, plan, ledger, driver, stop=stop, flow_run_id=flow_run_id)
             try:
                 yield run
             finally:
-                run.stop.set()  # for a shard that still runs because an error came from elsewhere
-                stacks.close()
+                stop.set()  # for a shard that still runs because an error came from elsewhere
+                run.close()
+
+    def close(self) -> None:
+        """Close the engines, once their shards have ended."""
+        self._stacks.close()
 
     @property
     def num_slots(self) -> int:
@@ -115,8 +133,7 @@ class JobRun:
         """Write the output when every row has its result, and the experiment row in any case."""
         job = self.ledger.get_job(self.job.job_id)
         state = _job_state(job, self.stop.is_set(), failures)
-        if state is JobState.FINISHED or not self._is_held_by_another():
-            self.ledger.set_job_state(job.job_key, state)
+        self._driver.finish(state)
         job = self.ledger.get_job(job.job_id)
         summary = self._export(job) if state is JobState.FINISHED else None
         if attempts := [summary for summary in summaries if summary.device is not None]:
@@ -125,15 +142,10 @@ class JobRun:
             job_id=job.job_id,
             state=state,
             exit_code=_exit_code(job, state, failures),
-            message=_message(job, state, failures, resume_command(self.config)),
+            message=_message(job, failures, summary, resume_command(self.config)),
             output_path=None if summary is None else summary.output_path,
+            has_too_many_failed=_has_too_many_failed(failures),
         )
-
-    def _is_held_by_another(self) -> bool:
-        """Tell whether another process works on the job; it will say how the job ended."""
-        shards = self.ledger.list_shards(self.job.job_key)
-        owners = {shard.lease_owner for shard in shards if shard.lease_owner is not None}
-        return any(not Owner.parse(owner).is_gone() for owner in owners)
 
     def _export(self, job: JobRow) -> ExportSummary:
         with RecordReader(self.config.sources, self.config.prompt) as reader:
@@ -164,14 +176,46 @@ class JobRun:
                 wall_seconds=time.monotonic() - self._started,
                 busy_seconds=max(busy_by_slot.values()),
                 stats=total,
+                job_stats={
+                    "num_deduplicated_rows": sum(s.num_deduplicated for s in summaries),
+                    "num_saved_tokens": sum(s.num_saved_tokens for s in summaries),
+                    "num_length": sum(s.num_length for s in summaries),
+                    "num_worker_deaths": sum(s.num_worker_deaths for s in summaries),
+                },
             ),
         )
+
+
+@contextmanager
+def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[None]:
+    """Set `stop` when the block lasts longer."""
+    if seconds is None:
+        yield
+        return
+
+    def stop_now() -> None:
+        logger.warning("max_runtime_seconds=%g are over, stopping; the job can be resumed", seconds)
+        stop.set()
+
+    timer = threading.Timer(seconds, stop_now)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _job_state(job: JobRow, is_stopped: bool, failures: dict[int, BaseException]) -> JobState:  # noqa: FBT001
     if job.num_pending == 0:
         return JobState.FINISHED
+    if _has_too_many_failed(failures):
+        return JobState.FAILED
     return JobState.FAILED if failures and not is_stopped else JobState.INTERRUPTED
+
+
+def _has_too_many_failed(failures: dict[int, BaseException]) -> bool:
+    return any(isinstance(error, TooManyFailedRowsError) for error in failures.values())
 
 
 def _exit_code(job: JobRow, state: JobState, failures: dict[int, BaseException]) -> ExitCode:
@@ -185,13 +229,17 @@ def _exit_code(job: JobRow, state: JobState, failures: dict[int, BaseException])
     return ExitCode.ROWS_FAILED if job.num_error else ExitCode.OK
 
 
-def _message(job: JobRow, state: JobState, failures: dict[int, BaseException], hint: str) -> str:
-    counts = f"{job.num_ok} ok, {job.num_error} failed"
-    if state is JobState.FINISHED:
-        return counts
-    message = f"{counts}, {job.num_pending} pending; to go on: {hint}"
+def _message(
+    job: JobRow, failures: dict[int, BaseException], summary: ExportSummary | None, hint: str
+) -> str:
+    lines = []
     if failures:
         shards = ", ".join(str(index) for index in sorted(failures))
-        first = failures[min(failures)]
-        message = f"shard(s) {shards} failed: {first}\n{message}"
-    return message
+        lines.append(f"shard(s) {shards} failed: {failures[min(failures)]}")
+    if summary is not None:
+        lines.append(summary.describe())
+    else:
+        skipped = f", {job.num_skipped} skipped" if job.num_skipped else ""
+        counts = f"{job.num_ok} ok, {job.num_error} failed{skipped}, {job.num_pending} pending"
+        lines.append(f"{counts}; to go on: {hint}")
+    return "\n".join(lines)

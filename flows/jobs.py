@@ -67,6 +67,8 @@ def set_state(connection: Connection, job_key: int, state: JobState) -> None:
     Raises:
         LedgerError: the job would be finished with rows pending.
     """
+    if state is JobState.FINISHED:
+        _close_shards(connection, job_key)
     job = read(connection, job_key, is_locked=True)
     if state is JobState.FINISHED and job.num_pending:
         raise LedgerError(
@@ -80,6 +82,12 @@ def add_counts(connection: Connection, job_key: int, counts: Mapping[str, int]) 
     """Add to the job's counters."""
     values = {name: getattr(JobTable, name) + number for name, number in counts.items()}
     _update(connection, job_key, values)
+
+
+def count_failed(connection: Connection, job_key: int) -> int:
+    """Return how many rows of the job have failed."""
+    query = select(JobTable.num_error).where(JobTable.job_key == job_key)
+    return connection.execute(query).scalar_one()
 
 
 def add_shard_counts(
@@ -120,6 +128,32 @@ def reshard(
     _update(connection, job_key, {"num_shards": num_shards})
 
 
+def recount(connection: Connection, job_key: int) -> None:
+    """Count all results anew, and open shards again that have pending rows.
+
+    Whoever calls this has locked the shards.
+    """
+    job = read(connection, job_key, is_locked=True)
+    counted = count_by_shard(connection, job_key, num_rows=job.num_rows, num_shards=job.num_shards)
+    totals = dict(_NO_COUNTS)
+    for shard_index in range(job.num_shards):
+        counts = counted.get(shard_index, _NO_COUNTS)
+        connection.execute(
+            update(ShardTable)
+            .where(ShardTable.job_key == job_key, ShardTable.shard_index == shard_index)
+            .values(counts)
+        )
+        totals = {name: totals[name] + counts[name] for name in COUNTERS}
+    num_done = ShardTable.num_ok + ShardTable.num_error + ShardTable.num_skipped
+    connection.execute(
+        update(ShardTable)
+        .where(ShardTable.job_key == job_key, ShardTable.state == ShardState.DONE)
+        .where(num_done < ShardTable.num_rows)
+        .values(state=ShardState.PENDING)
+    )
+    _update(connection, job_key, totals)
+
+
 def find_changes(
     job: JobRow, *, fingerprint: Mapping[str, str], manifest_hash: str, num_rows: int
 ) -> list[str]:
@@ -143,6 +177,15 @@ def to_shard_row(row: RowMapping) -> ShardRow:
     """Read a row of ShardTable."""
     values = {field.name: row[field.name] for field in fields(ShardRow)}
     return ShardRow(**values | {"state": ShardState(row["state"])})
+
+
+def _close_shards(connection: Connection, job_key: int) -> None:
+    """Mark every shard as done, also one whose last owner had no time to say so."""
+    connection.execute(
+        update(ShardTable)
+        .where(ShardTable.job_key == job_key, ShardTable.state != ShardState.DONE)
+        .values(state=ShardState.DONE, lease_owner=None)
+    )
 
 
 def _update(connection: Connection, job_key: int, values: Mapping[str, object]) -> None:

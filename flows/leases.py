@@ -71,7 +71,7 @@ def fence_job(connection: Connection, lease: JobLease, **values: object) -> None
         select(JobTable.lease_owner).where(JobTable.job_key == lease.job_key)
     ).scalar()
     raise LedgerError(
-        f"this process drives the job no longer: {_name(owner) if owner else 'nobody'} does; it "
+        f"this process drives the job no longer: {name_of(owner) if owner else 'nobody'} does; it "
         "was silent for longer than lease_seconds"
     )
 
@@ -153,7 +153,7 @@ def fence(connection: Connection, lease: Lease, **values: object) -> None:
     ).first()
     if found is None:
         raise LedgerError(f"lease of shard {lease.shard_index} was lost: the shard is gone")
-    holder = "nobody" if found.lease_owner is None else _name(found.lease_owner)
+    holder = "nobody" if found.lease_owner is None else name_of(found.lease_owner)
     raise LedgerError(
         f"lease of shard {lease.shard_index} was lost: this process held epoch {lease.epoch}, now "
         f"{holder} holds epoch {found.lease_epoch}; nothing of this write was kept. Either the "
@@ -202,12 +202,13 @@ def _is_held(row: Mapping[str, Any]) -> bool:
 def _held(row: RowMapping, what: str, since: str = "") -> LedgerError:
     silent_seconds = row["now"] - row["heartbeat_at"]
     return LedgerError(
-        f"{what} by {_name(row['lease_owner'])}{since}, last heartbeat {silent_seconds:.0f} s "
+        f"{what} by {name_of(row['lease_owner'])}{since}, last heartbeat {silent_seconds:.0f} s "
         "ago; let it finish or stop it, then resume the job (an owner that is silent for "
         f"{row['lease_seconds']:g} s is taken for dead)"
     )
 
 
-def _name(owner_text: str) -> str:
+def name_of(owner_text: str) -> str:
+    """Return what a message calls the process that a lease names."""
     owner = Owner.parse(owner_text)
     return f"process {owner.pid} on host {owner.host}"

@@ -17,6 +17,7 @@ from engine import LedgerError
 from flows import completions, jobs, leases, unfinished
 from flows.database import Database, LedgerUnreachableError
 from flows.ledger_rows import CompletionRow as CompletionRow
+from flows.ledger_rows import DoneSamples as DoneSamples
 from flows.ledger_rows import JobLease as JobLease
 from flows.ledger_rows import JobRow as JobRow
 from flows.ledger_rows import Lease as Lease
@@ -24,7 +25,7 @@ from flows.ledger_rows import NewJob as NewJob
 from flows.ledger_rows import PartialRow as PartialRow
 from flows.ledger_rows import ShardRow as ShardRow
 from flows.owner import Owner as Owner
-from flows.schema import CompletionTable, JobState, JobTable, ShardState, ShardTable
+from flows.schema import JobState, JobTable, ShardState, ShardTable
 
 _BAD_ROWS_PER_COMMIT = 1000
 # Answers may be megabytes long: a page of them is not held in memory at once.
@@ -142,8 +143,8 @@ class Ledger:
         """
 
         def work(connection: Connection) -> None:
-            leases.fence_job(connection, lease, lease_owner=None)
             jobs.set_state(connection, lease.job_key, state)
+            leases.fence_job(connection, lease, lease_owner=None)
 
         self.database.write(work)
 
@@ -242,10 +243,11 @@ class Ledger:
 
     def commit(
         self, lease: Lease, rows: Sequence[CompletionRow], *, device: str | None = None
-    ) -> None:
+    ) -> int:
         """Store results, their finished marks and the counters in one transaction.
 
-        A row that is there as an error is replaced; the commit is a heartbeat too.
+        A row that is there as an error is replaced; the commit is a heartbeat too. Returns how
+        many rows of the job have failed by now.
 
         Raises:
             LedgerError: the lease was lost, or a row has a result already; nothing was stored.
@@ -259,13 +261,14 @@ class Ledger:
 
         origin = completions.Origin(job_key=lease.job_key, attempt=lease.attempt, device=device)
 
-        def work(connection: Connection) -> None:
+        def work(connection: Connection) -> int:
             leases.fence(connection, lease, heartbeat_at=self.database.now())
             counts = completions.store(connection, origin, rows)
             jobs.add_shard_counts(connection, lease.job_key, lease.shard_index, counts)
             jobs.add_counts(connection, lease.job_key, counts)
+            return jobs.count_failed(connection, lease.job_key)
 
-        self.database.write(work)
+        return self.database.write(work)
 
     def save_partials(self, lease: Lease, rows: Sequence[PartialRow]) -> None:
         """Store what there is of samples that have no result yet, in the place of older parts.
@@ -318,15 +321,16 @@ class Ledger:
         while batch := list(islice(iterator, _BAD_ROWS_PER_COMMIT)):
             self._commit_bad_rows_batch(job_key, batch)
 
-    def done_rows(self, job_key: int, first: int, last: int) -> set[tuple[int, int]]:
-        """Return (row_index, sample_index) of what has a result; rows first to last, included."""
-        query = select(CompletionTable.row_index, CompletionTable.sample_index).where(
-            CompletionTable.job_key == job_key, CompletionTable.row_index.between(first, last)
-        )
+    def done_samples(self, job_key: int, first: int, last: int) -> dict[int, DoneSamples]:
+        """Return what has a result by row_index; rows first to last, included."""
         return self.database.query(
-            lambda connection: {
-                (row.row_index, row.sample_index) for row in connection.execute(query)
-            }
+            lambda connection: completions.read_done(connection, job_key, first, last)
+        )
+
+    def read_row(self, job_key: int, row_index: int) -> list[CompletionRow]:
+        """Return the completions of one row with their texts, in the order of samples."""
+        return self.database.query(
+            lambda connection: completions.read_row(connection, job_key, row_index)
         )
 
     def iter_completions(self, job_key: int, *, batch_rows: int = 1000) -> Iterator[CompletionRow]:

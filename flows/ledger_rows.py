@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.logprob_blob import StoredLogprobs
 from flows.schema import JobState, RowState, ShardState
@@ -39,6 +39,18 @@ class CompletionRow:
     def key(self) -> tuple[int, int]:
         """Return what tells it from every other completion of the job."""
         return (self.row_index, self.sample_index)
+
+
+class DoneSamples(NamedTuple):
+    """The samples of a row that have a result, out of so many."""
+
+    indices: set[int]
+    num_samples: int
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the row is done."""
+        return len(self.indices) >= self.num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ rows with one id, a column that collides with a result field, no rows) stops the
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
-from engine import ConfigError, GenerateRequest, RequestError, RequestErrorCode, SamplingParams
+from engine import ConfigError, SamplingParams
 from flows.config import JobConfig
+from flows.outputs.formats import planned_result_fields
 from flows.records import (
     BadRow,
     ManifestHash,
@@ -22,34 +23,27 @@ from flows.records import (
     refuse_to_overwrite_a_source,
 )
 from flows.row_index import DuplicateRowIdError, IndexRow, RowIndex, RowIndexBuilder
-from flows.rows import printable
+from flows.row_indexer import PromptEncoder, RowIndexer
+from flows.rows import shown
 
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1000
-# Stands for a reply that is not there yet: one token. Some chat templates refuse an empty one.
-_SHORTEST_REPLY = "."
-
-
-class PromptEncoder(Protocol):
-    """What turns a request into the tokens that the model will see."""
-
-    def encode_request(self, request: GenerateRequest) -> list[int]:
-        """Return the prompt's token ids.
-
-        Raises:
-            RequestError: the prompt cannot be encoded.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was found in the input. Prompt lengths are of the rows that can be asked."""
+    """What was found in the input. Prompt lengths are of the rows that can be asked.
+
+    num_bad_rows have an error, num_skipped_rows are left out on purpose. num_duplicate_rows are the
+    same as an earlier row and take its answer.
+    """
 
     index_path: Path
     num_rows: int
     num_bad_rows: int
+    num_skipped_rows: int
+    num_duplicate_rows: int
     num_prompt_tokens: int
     prompt_tokens_p50: int
     prompt_tokens_p95: int
@@ -68,6 +62,7 @@ class _Tally:
 
     num_rows: int = 0
     num_bad_rows: int = 0
+    num_skipped_rows: int = 0
     num_rows_by_length: Counter[int] = field(default_factory=Counter)
     manifest: ManifestHash = field(default_factory=ManifestHash)
 
@@ -77,6 +72,8 @@ class _Tally:
             self.manifest.add(row.row_id)
             if row.error_code is None:
                 self.num_rows_by_length[row.num_prompt_tokens] += 1
+            elif row.is_skipped:
+                self.num_skipped_rows += 1
             else:
                 self.num_bad_rows += 1
 
@@ -88,6 +85,34 @@ class _Tally:
             if rank <= 0:
                 return length
         return 0
+
+
+class _OtherModels:
+    """Rows of batch files that name a model which is not the one that answers them."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+        self._names = (model_path, Path(model_path).name, None)
+        self._num_rows = 0
+        self._first = ""
+
+    def add(self, rows: Iterable[PromptRecord | BadRow], reader: RecordReader) -> None:
+        """Take in what rows ask for."""
+        for row in rows:
+            if isinstance(row, BadRow) or not reader.is_batch_request(row.location):
+                continue
+            name = row.columns["body"].get("model")
+            if name not in self._names:
+                self._first = self._first or f"{reader.describe(row.location)}: {shown(name)}"
+                self._num_rows += 1
+
+    def warn(self) -> None:
+        """Say it once."""
+        if self._num_rows:
+            logger.warning(
+                "%d row(s) of batch files name another model (%s); all are answered by %s",
+                self._num_rows, self._first, self._model_path,
+            )  # fmt: skip
 
 
 def plan_job(
@@ -115,118 +140,51 @@ def plan_job(
     """
     if config.output.path is not None:
         refuse_to_overwrite_a_source(config.sources, config.output.path)
-    indexer = _RowIndexer(reader, encoder, default_sampling, max_model_len)
-    names = OutputNames(config.output.result_prefix)
+    indexer = RowIndexer(
+        reader,
+        encoder,
+        default_sampling,
+        max_model_len=max_model_len,
+        too_long=config.too_long,
+        deduplicate=config.deduplicate,
+    )
+    names = OutputNames(config.output.result_prefix, planned_result_fields(config))
     tally = _Tally()
+    other_models = _OtherModels(config.engine.model_path)
     with RowIndex.create(index_path) as builder:
         rows = reader.read_all()
         while batch := list(islice(rows, _BATCH_ROWS)):
             for row in batch:
                 names.check(row, reader)
+            if reader.has_batch_requests:
+                other_models.add(batch, reader)
             indexed = [indexer.index(row) for row in batch]
-            _insert(builder, indexed, reader)
+            builder.insert(indexed)
             tally.add(indexed)
         if not tally.num_rows:
-            paths = ", ".join(str(source.path) for source in config.sources)
-            raise ConfigError(f"no rows in {paths}; wanted one JSON object on each line")
-        builder.publish(num_rows=tally.num_rows, num_shards=config.shards)
+            paths = ", ".join(source.path for source in config.sources)
+            raise ConfigError(f"no rows in {paths}; wanted at least one")
+        num_duplicate_rows = _publish(builder, reader)
     if indexer.num_outgrowing:
         logger.warning(
             "%d conversation(s) outgrow max_model_len %d if every reply takes its max_tokens; a "
             "row whose next turn does not fit then fails with prompt_too_long",
             indexer.num_outgrowing, max_model_len,
         )  # fmt: skip
-    plan = _summarise(tally, index_path, reader.content_hash())
+    other_models.warn()
+    plan = _summarise(tally, index_path, reader.content_hash(), num_duplicate_rows)
     logger.info(
-        "planned rows=%s bad_rows=%s prompt_tokens=%s longest_prompt_tokens=%s",
-        plan.num_rows, plan.num_bad_rows, plan.num_prompt_tokens, plan.prompt_tokens_max,
+        "planned rows=%s bad_rows=%s skipped_rows=%s duplicate_rows=%s prompt_tokens=%s "
+        "longest_prompt_tokens=%s",
+        plan.num_rows, plan.num_bad_rows, plan.num_skipped_rows, plan.num_duplicate_rows,
+        plan.num_prompt_tokens, plan.prompt_tokens_max,
     )  # fmt: skip
     return plan
 
 
-class _RowIndexer:
-    """Checks one row at a time and counts its tokens."""
-
-    def __init__(
-        self,
-        reader: RecordReader,
-        encoder: PromptEncoder,
-        default_sampling: SamplingParams,
-        max_model_len: int,
-    ) -> None:
-        self._reader = reader
-        self._encoder = encoder
-        self._default_sampling = default_sampling
-        self._max_model_len = max_model_len
-        self.num_outgrowing = 0  # conversations that long replies would make too long
-
-    def index(self, row: PromptRecord | BadRow) -> IndexRow:
-        """Return the row as the index holds it, with what is wrong with it."""
-        location = row.location
-        indexed = IndexRow(
-            row.row_index, location.source_index, location.offset, location.line, row.row_id
-        )
-        if isinstance(row, BadRow):
-            return _refused(indexed, row.error.code, row.error.message)
-        try:
-            params = self._default_sampling.overlaid(row.sampling)
-            _check_sampling(row, params)
-            request = row.to_request(params)
-            num_tokens = len(self._encoder.encode_request(request))
-            indexed = indexed._replace(num_prompt_tokens=num_tokens)
-            if request.turns:
-                self._check_conversation(request)
-            elif num_tokens + min(params.max_tokens, 1) > self._max_model_len:
-                raise self._too_long(f"the prompt has {num_tokens} tokens", "the prompt")
-        except RequestError as error:
-            message = f"{self._reader.describe(location)}: {error.message}"
-            return _refused(indexed, error.code, message)
-        return indexed
-
-    def _check_conversation(self, request: GenerateRequest) -> None:
-        """Refuse a conversation whose last turn cannot fit even after the shortest replies.
-
-        What longer replies leave no room for is the engine's to refuse, turn by turn.
-        """
-        messages = list(request.messages or ())
-        for turn in request.turns:
-            messages.append({"role": "assistant", "content": _SHORTEST_REPLY})
-            messages.append({"role": "user", "content": turn})
-        whole = replace(request, messages=messages, turns=())
-        num_tokens = len(self._encoder.encode_request(whole))
-        num_turns = len(request.turns) + 1
-        if num_tokens + 1 > self._max_model_len:
-            found = f"the last of its {num_turns} turns has a prompt of {num_tokens} tokens or more"
-            raise self._too_long(found, "the conversation")
-        longest = num_tokens + num_turns * request.sampling_params.max_tokens
-        self.num_outgrowing += longest > self._max_model_len
-
-    def _too_long(self, found: str, what: str) -> RequestError:
-        return RequestError(
-            RequestErrorCode.PROMPT_TOO_LONG,
-            f"{found} and its answer needs at least one, more than max_model_len "
-            f"{self._max_model_len}; shorten {what} or raise engine.max_model_len",
-        )
-
-
-def _check_sampling(row: PromptRecord, params: SamplingParams) -> None:
-    """Refuse sampling that the engine knows and a job does not."""
-    if params.n > 1:
-        problem = f"n is {params.n}, and a job keeps one answer of each row so far; leave n out"
-    elif row.turns and params.is_scoring_only:
-        problem = "max_tokens is 0, and a conversation needs replies; raise it"
-    else:
-        return
-    raise RequestError(RequestErrorCode.INVALID_SAMPLING_PARAMS, f"sampling parameter {problem}")
-
-
-def _refused(row: IndexRow, code: RequestErrorCode, message: str) -> IndexRow:
-    return row._replace(error_code=code.value, error_message=printable(message))
-
-
-def _insert(builder: RowIndexBuilder, rows: list[IndexRow], reader: RecordReader) -> None:
+def _publish(builder: RowIndexBuilder, reader: RecordReader) -> int:
     try:
-        builder.insert(rows)
+        return builder.publish()
     except DuplicateRowIdError as error:
         first = reader.describe(error.first.location)
         second = reader.describe(error.second.location)
@@ -236,12 +194,16 @@ def _insert(builder: RowIndexBuilder, rows: list[IndexRow], reader: RecordReader
         ) from error
 
 
-def _summarise(tally: _Tally, index_path: Path, source_hashes: dict[str, str]) -> Plan:
+def _summarise(
+    tally: _Tally, index_path: Path, source_hashes: dict[str, str], num_duplicate_rows: int
+) -> Plan:
     lengths = tally.num_rows_by_length
     return Plan(
         index_path=index_path,
         num_rows=tally.num_rows,
         num_bad_rows=tally.num_bad_rows,
+        num_skipped_rows=tally.num_skipped_rows,
+        num_duplicate_rows=num_duplicate_rows,
         num_prompt_tokens=sum(length * count for length, count in lengths.items()),
         prompt_tokens_p50=tally.length_at(50),
         prompt_tokens_p95=tally.length_at(95),

@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 
 from engine import ModelSource, SamplingParams, Tokenizer
-from flows.config import JobConfig, default_ledger_url
+from flows.config import JobConfig, SourceConfig, default_ledger_url
 from flows.database import without_password
+from flows.job_driver import JobDriver
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow, NewJob
+from flows.outputs.formats import default_output_name, paths_of
 from flows.planner import Plan, plan_job
-from flows.records import RecordReader, refuse_to_overwrite_a_source
+from flows.records import RecordReader
 from flows.schema import JobState, RowState
 from flows.shard_runner import ShardJob
+from flows.shard_writer import TooManyFailedRowsError
 
 logger = logging.getLogger(__name__)
 _SHOWN_BAD_ROWS = 10
@@ -43,18 +46,23 @@ def resolve(config: JobConfig) -> JobConfig:
     job_id = config.job_id or new_job_id(config.name)
     job_dir = config.job_dir or Path("runs") / job_id
     log_dir = engine.log_dir or job_dir / "logs"
-    output = config.output.path
+    output, errors = config.output.path, config.output.errors_path
     return config.model_copy(
         update={
             "job_id": job_id,
             "job_dir": job_dir.absolute(),
             "sources": tuple(
-                source.model_copy(update={"path": source.path.absolute()})
+                source
+                if source.is_url
+                else source.model_copy(update={"path": str(Path(source.path).absolute())})
                 for source in config.sources
             ),
             "engine": engine.model_copy(update={**engine_updates, "log_dir": log_dir.absolute()}),
             "output": config.output.model_copy(
-                update={"path": None if output is None else output.absolute()}
+                update={
+                    "path": None if output is None else output.absolute(),
+                    "errors_path": None if errors is None else errors.absolute(),
+                }
             ),
         }
     )
@@ -73,7 +81,7 @@ def job_dir_of(config: JobConfig) -> Path:
 
 def output_path_of(config: JobConfig) -> Path:
     """Return where the output goes."""
-    return config.output.path or job_dir_of(config) / "output.jsonl"
+    return config.output.path or job_dir_of(config) / default_output_name(config)
 
 
 def resume_command(config: JobConfig) -> str:
@@ -95,28 +103,32 @@ def check_model_and_sources(config: JobConfig) -> ModelSource:
         ConfigError: names the fault and the remedy.
     """
     RecordReader(config.sources, config.prompt).close()
-    refuse_to_overwrite_a_source(config.sources, output_path_of(config))
+    paths_of(config, output_path_of(config))
     return ModelSource.inspect(config.engine)
 
 
-def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
-    """Plan a resolved configuration, and create its job or take it up again.
+def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[ShardJob, Plan]:
+    """Plan a resolved configuration, and create its job or take it up again, as its driver.
 
     Raises:
         ConfigError: something that only the user can mend.
-        LedgerError: the job exists, but with other inputs.
+        LedgerError: the job exists, but with other inputs, or another process drives it.
+        TooManyFailedRowsError: more rows of the input are bad than may fail.
     """
     assert config.job_id is not None
+    job = ledger.find_job(config.job_id)
+    if job is not None:
+        driver.take(job.job_key)
+        _remove_leftovers(job_dir_of(config))
     source = ModelSource.inspect(config.engine)
     tokenizer = Tokenizer.load(config.engine, source)
     sampling = source.sampling_defaults(config.engine).overlaid(config.sampling.given())
-    job_dir = job_dir_of(config)
-    # Its own place until the ledger has taken the job: a run that is refused must not take the
-    # index away from another process that works on the job.
-    planned_path = job_dir / f"rows-{os.getpid()}-{threading.get_ident()}.sqlite"
     fingerprint = (
         source.fingerprint() | tokenizer.fingerprint() | _job_fingerprint(config, sampling)
     )
+    # Its own place until the ledger has taken the job: of two runs that create one job, the one
+    # that is refused must not take the index away from the other.
+    planned_path = job_dir_of(config) / f"rows-{os.getpid()}-{threading.get_ident()}.sqlite"
     try:
         with RecordReader(config.sources, config.prompt) as reader:
             plan = plan_job(
@@ -127,11 +139,17 @@ def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
                 index_path=planned_path,
                 default_sampling=sampling,
             )
-        job = _find_or_create(config, ledger, plan, fingerprint)
-        plan = dataclasses.replace(plan, index_path=planned_path.replace(job_dir / "rows.sqlite"))
+        if job is None:
+            job = _create(config, ledger, plan, fingerprint)
+            driver.take(job.job_key)
+        else:
+            job = _take_up(config, ledger, job, plan, fingerprint)
+        index_path = planned_path.replace(job_dir_of(config) / "rows.sqlite")
     finally:
         planned_path.unlink(missing_ok=True)
+    plan = dataclasses.replace(plan, index_path=index_path)
     _commit_bad_rows(ledger, job, plan)
+    _refuse_too_many_bad_rows(config, ledger.get_job(job.job_id))
     ledger.set_job_state(job.job_key, JobState.RUNNING)
     seed = sampling.seed if sampling.seed is not None else job.seed
     shard_job = ShardJob(
@@ -139,9 +157,22 @@ def prepare(config: JobConfig, ledger: Ledger) -> tuple[ShardJob, Plan]:
         job=job,
         index_path=plan.index_path,
         sampling=sampling.overlaid({"seed": seed}),
-        job_dir=job_dir,
+        job_dir=job_dir_of(config),
     )
     return shard_job, plan
+
+
+def _remove_leftovers(job_dir: Path) -> None:
+    """Remove what a run that was killed while it planned has left; nobody else plans now."""
+    for pattern in ("rows-*.sqlite", ".rows-*.tmp"):
+        for path in job_dir.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _refuse_too_many_bad_rows(config: JobConfig, job: JobRow) -> None:
+    limit = config.max_failed_of(job.num_rows)
+    if limit is not None and job.num_error > limit:
+        raise TooManyFailedRowsError(job.num_error, limit)
 
 
 def _job_fingerprint(config: JobConfig, sampling: SamplingParams) -> dict[str, str]:
@@ -149,32 +180,50 @@ def _job_fingerprint(config: JobConfig, sampling: SamplingParams) -> dict[str, s
         "sampling": msgspec.json.encode(sampling.model_dump(mode="json"), order="sorted").decode(),
         "prompt": msgspec.json.encode(config.prompt.model_dump(), order="sorted").decode(),
         "seed": "drawn" if config.seed is None else str(config.seed),
+        **({} if config.too_long == "error" else {"too_long": config.too_long}),
+        **_sources_fingerprint(config.sources),
     }
 
 
-def _find_or_create(
-    config: JobConfig, ledger: Ledger, plan: Plan, fingerprint: dict[str, str]
-) -> JobRow:
+def _sources_fingerprint(sources: tuple[SourceConfig, ...]) -> dict[str, str]:
+    """Return how the sources are read; what they hold is the manifest's to say.
+
+    What is as by default is left out, so that a job is resumed when there are more settings.
+    """
+    names = {"format", "columns", "sample_rows", "sample_seed"}
+    return {
+        f"sources.{index}.{name}": msgspec.json.encode(value, order="sorted").decode()
+        for index, source in enumerate(sources)
+        for name, value in source.model_dump(
+            mode="json", include=names, exclude_defaults=True
+        ).items()
+    }
+
+
+def _create(config: JobConfig, ledger: Ledger, plan: Plan, fingerprint: dict[str, str]) -> JobRow:
     assert config.job_id is not None
-    job = ledger.find_job(config.job_id)
-    if job is None:
-        return ledger.create_job(
-            NewJob(
-                job_id=config.job_id,
-                config=config.model_dump(mode="json", exclude={"ledger_url"}),
-                seed=config.seed if config.seed is not None else secrets.randbits(63),
-                fingerprint=fingerprint,
-                manifest_hash=plan.manifest_hash,
-                num_rows=plan.num_rows,
-                num_shards=config.shards,
-            )
+    return ledger.create_job(
+        NewJob(
+            job_id=config.job_id,
+            config=config.model_dump(mode="json", exclude={"ledger_url"}),
+            seed=config.seed if config.seed is not None else secrets.randbits(63),
+            fingerprint=fingerprint,
+            manifest_hash=plan.manifest_hash,
+            num_rows=plan.num_rows,
+            num_shards=config.shards,
         )
+    )
+
+
+def _take_up(
+    config: JobConfig, ledger: Ledger, job: JobRow, plan: Plan, fingerprint: dict[str, str]
+) -> JobRow:
     ledger.check_resumable(
         job, fingerprint=fingerprint, manifest_hash=plan.manifest_hash, num_rows=plan.num_rows
     )
     if job.num_shards != config.shards:
         ledger.reshard(job.job_key, config.shards)
-        job = ledger.get_job(config.job_id)
+        job = ledger.get_job(job.job_id)
     logger.info(
         "resuming job=%s rows_done=%d rows=%d",
         job.job_id,
@@ -185,7 +234,7 @@ def _find_or_create(
 
 
 def _commit_bad_rows(ledger: Ledger, job: JobRow, plan: Plan) -> None:
-    if not plan.num_bad_rows:
+    if not plan.num_bad_rows + plan.num_skipped_rows:
         return
     with plan.open_index() as index:
         ledger.commit_bad_rows(
@@ -194,10 +243,10 @@ def _commit_bad_rows(ledger: Ledger, job: JobRow, plan: Plan) -> None:
                 CompletionRow(
                     row_index=row.row_index,
                     row_id=row.row_id,
-                    state=RowState.ERROR,
+                    state=RowState.SKIPPED if row.is_skipped else RowState.ERROR,
                     error_code=row.error_code,
                     error_message=row.error_message,
-                    finish_reason="error",
+                    finish_reason=None if row.is_skipped else "error",
                     num_prompt_tokens=row.num_prompt_tokens,
                 )
                 for row in index.bad_rows()
@@ -205,6 +254,8 @@ def _commit_bad_rows(ledger: Ledger, job: JobRow, plan: Plan) -> None:
         )
         for number, row in enumerate(index.bad_rows()):
             if number == _SHOWN_BAD_ROWS:
-                logger.warning("and %d more bad rows", plan.num_bad_rows - number)
+                num_more = plan.num_bad_rows + plan.num_skipped_rows - number
+                logger.warning("and %d more rows that are not asked", num_more)
                 break
-            logger.warning("bad row: %s: %s", row.error_code, row.error_message)
+            kind = "skipped row" if row.is_skipped else "bad row"
+            logger.warning("%s: %s: %s", kind, row.error_code, row.error_message)

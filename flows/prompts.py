@@ -16,13 +16,14 @@ from flows.row_fields import (
     read_timeout_seconds,
     read_turns,
 )
-from flows.rows import PromptRecord, RowLocation, shown_names, without_surrogates
+from flows.rows import shown_names, without_surrogates
+from flows.sources.openai_batch import is_batch_request
 
 _SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptBuilder:
-    """Builds the PromptRecord of a row; templates are compiled once.
+    """Builds what a row asks from its columns; templates are compiled once.
 
     Raises:
         ConfigError: a template does not compile, or a setting could never have an effect.
@@ -44,42 +45,43 @@ class PromptBuilder:
         columns: dict[str, Any],
         mapping: ColumnMapping,
         *,
-        row_index: int,
-        row_id: str,
-        location: RowLocation,
-    ) -> PromptRecord:
-        """Return the row as the engine can be asked about it.
+        fields: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return what is asked, as the fields of a PromptRecord.
+
+        Args:
+            columns: the row as it was written; templates see it.
+            mapping: which column holds what.
+            fields: the columns with values of the types that are wanted, where the row's format
+                has other ones.
 
         Raises:
             RequestError: no prompt, several, one of a wrong type, or a template that fails.
         """
-        kinds = self._prompt_of(columns, mapping)
-        return PromptRecord(
-            row_index=row_index,
-            row_id=row_id,
-            location=location,
-            sampling=read_sampling(columns, mapping),
-            priority=read_priority(columns, mapping),
-            timeout_seconds=read_timeout_seconds(columns, mapping),
-            columns=columns,
-            **kinds,
-        )
+        fields = columns if fields is None else fields
+        asked = self._prompt_of(fields, columns, mapping)
+        asked["sampling"] = read_sampling(fields, mapping)
+        asked["priority"] = read_priority(fields, mapping)
+        asked["timeout_seconds"] = read_timeout_seconds(fields, mapping)
+        return asked
 
-    def _prompt_of(self, columns: dict[str, Any], mapping: ColumnMapping) -> dict[str, Any]:
+    def _prompt_of(
+        self, fields: dict[str, Any], columns: dict[str, Any], mapping: ColumnMapping
+    ) -> dict[str, Any]:
         if self._template is not None:
             return self._from_text(_render("prompt.template", self._template, columns), columns)
         names = mapping.prompt_columns
-        present = [name for name in names if columns.get(name) is not None]
+        present = [name for name in names if fields.get(name) is not None]
         if len(present) != 1:
-            raise _not_one_prompt(present, names, columns)
+            raise _not_one_prompt(present, names, fields)
         if present[0] == mapping.prompt:
-            return self._from_text(read_prompt_text(columns, mapping), columns)
+            return self._from_text(read_prompt_text(fields, mapping), columns)
         if present[0] == mapping.messages:
-            messages = without_surrogates(read_messages(columns, mapping))
+            messages = without_surrogates(read_messages(fields, mapping))
             return {"messages": self._with_system(messages, columns)}
         if present[0] == mapping.prompt_token_ids:
-            return {"prompt_token_ids": read_prompt_token_ids(columns, mapping)}
-        turns = tuple(without_surrogates(read_turns(columns, mapping)))
+            return {"prompt_token_ids": read_prompt_token_ids(fields, mapping)}
+        turns = tuple(without_surrogates(read_turns(fields, mapping)))
         first = [{"role": "user", "content": turns[0]}]
         return {"messages": self._with_system(first, columns), "turns": turns}
 
@@ -148,6 +150,11 @@ def _not_one_prompt(
         message = (
             f"several prompts: {shown_names(present)}; keep one and set the others to null, or "
             "name other columns in the source's columns"
+        )
+    elif is_batch_request(columns):
+        message = (
+            "no prompt, but custom_id and body: this is a line of an OpenAI batch file; write "
+            "format: openai_batch in the source"
         )
     else:
         message = (

@@ -1,27 +1,29 @@
-"""Sources -> PromptRecord: reads the input files of a job, line by line or one row at a time.
+"""Sources -> PromptRecord: reads the rows of a job, in order or one at its place.
 
 It also says what an output line may be called and which input a job was planned with, because
 planner and exporter must agree on both.
 """
 
-import difflib
-import stat
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, Self
 
 from engine import ConfigError, RequestError
-from flows.config import PromptConfig, SourceConfig
+from flows.config import ColumnMapping, PromptConfig, SourceConfig, SourceFormat
 from flows.prompts import PromptBuilder
 from flows.row_fields import read_row_id
 from flows.rows import BadRow as BadRow
 from flows.rows import PromptRecord as PromptRecord
 from flows.rows import RowLocation as RowLocation
 from flows.rows import parse_columns, printable
+from flows.sources.input_files import InputFile, find_files, source_of_path
+from flows.sources.openai_batch import read_batch_request, read_custom_id
+from flows.sources.selection import selected_rows
+from flows.sources.source_file import SourceFile, SourceRow
+from flows.sources.typed_fields import of_csv, of_table
 
 ROW_ID_FIELD = "row_id"
 # What an output line adds to the row's own columns, each behind output.result_prefix.
@@ -32,12 +34,12 @@ RESULT_FIELDS = (
     "finish_reason",
     "num_prompt_tokens",
     "num_output_tokens",
+    "is_truncated",
+    "logprobs",
+    "reply_logprobs",
+    "prompt_logprobs",
     "error",
 )
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_BUFFER_BYTES = 1 << 20
-_MAX_NEIGHBOURS = 10_000
 
 
 class RecordReader:
@@ -49,12 +51,11 @@ class RecordReader:
 
     def __init__(self, sources: tuple[SourceConfig, ...], prompt: PromptConfig) -> None:
         self.sources = sources
-        self._builder = PromptBuilder(prompt)
-        for index, source in enumerate(sources):
-            _check_source(index, source.path)
-        self._row_id_starts = [printable(source.resolved_name) for source in sources]
-        self._handles: dict[int, BinaryIO] = {}
-        self._exit_stack = ExitStack()
+        self._rows = _RowBuilder(prompt)
+        self._files = find_files(sources)
+        self._rows.check_use(file.format for files in self._files for file in files)
+        self._hashes: dict[str, str] | None = None
+        self._open: tuple[InputFile, SourceFile] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -68,18 +69,29 @@ class RecordReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files that read_at has opened."""
-        self._handles.clear()
-        self._exit_stack.close()
+        """Close the file that read_at has opened."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
     def read_all(self) -> Iterator[PromptRecord | BadRow]:
-        """Yield every row once, in input order; a line that cannot be asked is a BadRow."""
+        """Yield every row once, in input order; a row that cannot be asked is a BadRow."""
         row_index = 0
+        hashes = {}
         for source_index, source in enumerate(self.sources):
-            for offset, number, line in _rows_of_file(source):
-                location = RowLocation(source_index=source_index, offset=offset, line=number)
-                yield self._read_row(line, row_index, location)
+            digest = blake2b(digest_size=32)
+            for file_index, row in self._rows_of(source_index):
+                digest.update(row.content)
+                location = RowLocation(
+                    source_index=source_index,
+                    file_index=file_index,
+                    offset=row.offset,
+                    line=row.line,
+                )
+                yield self._read_row(row, row_index, location)
                 row_index += 1
+            hashes[source.resolved_name] = digest.hexdigest()
+        self._hashes = hashes
 
     def read_at(self, row_index: int, location: RowLocation) -> PromptRecord | BadRow:
         """Return the row that read_all gave at this place.
@@ -87,54 +99,135 @@ class RecordReader:
         Raises:
             ConfigError: the file has changed and no row begins there.
         """
-        handle = self._handles.get(location.source_index)
-        if handle is None:
-            handle = _open(self.sources[location.source_index].path)
-            self._handles[location.source_index] = self._exit_stack.enter_context(handle)
-        handle.seek(location.offset)
-        line = _without_mark(handle.readline(), location.offset)
-        if not line.strip():
+        row = self._file_at(location).row_at(location.offset, location.line)
+        if row is None:
             raise ConfigError(
                 f"{self.describe(location)}: the row is gone, so the file has changed since the "
                 "job was planned; bring the old file back, or start a new job"
             )
-        return self._read_row(line, row_index, location)
+        return self._read_row(row, row_index, location)
 
     def describe(self, location: RowLocation) -> str:
         """Return file and line, as messages name a row."""
-        return f"{self.sources[location.source_index].path}, line {location.line}"
+        return self._files[location.source_index][location.file_index].describe(location.line)
+
+    @property
+    def has_batch_requests(self) -> bool:
+        """True when a source is an OpenAI batch file."""
+        formats = (file.format for files in self._files for file in files)
+        return SourceFormat.OPENAI_BATCH in formats
+
+    def is_batch_request(self, location: RowLocation) -> bool:
+        """Tell whether the row is a line of an OpenAI batch file."""
+        file = self._files[location.source_index][location.file_index]
+        return file.format is SourceFormat.OPENAI_BATCH
 
     def content_hash(self) -> dict[str, str]:
-        """Return a hash of each source's rows by source name; blank lines do not count."""
-        hashes = {}
-        for source in self.sources:
-            digest = blake2b(digest_size=32)
-            for _, _, line in _rows_of_file(source):
-                digest.update(line.rstrip(b"\r\n") + b"\n")
-            hashes[source.resolved_name] = digest.hexdigest()
-        return hashes
+        """Return a hash of each source's rows by source name; blank lines do not count.
+
+        It is of the rows that read_all gave when it last came to the end; before that, they are
+        read here.
+        """
+        if self._hashes is None:
+            for _ in self.read_all():
+                pass
+        assert self._hashes is not None
+        return self._hashes
+
+    def _rows_of(self, source_index: int) -> Iterator[tuple[int, SourceRow]]:
+        files = self._files[source_index]
+
+        def count_rows() -> int:
+            return sum(file.open().num_rows() for file in files)
+
+        def all_rows() -> Iterator[tuple[int, SourceRow]]:
+            for file_index, file in enumerate(files):
+                with closing(file.open()) as opened:
+                    for row in opened.rows():
+                        yield file_index, row
+
+        return selected_rows(self.sources[source_index], all_rows(), count_rows)
+
+    def _file_at(self, location: RowLocation) -> SourceFile:
+        # One file is open at a time: a pattern may stand for more files than a process may open.
+        file = self._files[location.source_index][location.file_index]
+        if self._open is None or self._open[0] is not file:
+            self.close()
+            self._open = (file, file.open())
+        return self._open[1]
 
     def _read_row(
-        self, line: bytes, row_index: int, location: RowLocation
+        self, row: SourceRow, row_index: int, location: RowLocation
     ) -> PromptRecord | BadRow:
+        file = self._files[location.source_index][location.file_index]
         mapping = self.sources[location.source_index].columns
-        row_id = f"{self._row_id_starts[location.source_index]}:{location.line}"
-        columns = {}
+        row_id: str | None = None
+        columns: dict[str, Any] = row.columns or {}
         try:
-            columns = parse_columns(line)
-            row_id = read_row_id(columns, mapping) or row_id
-            return self._builder.build(
-                columns, mapping, row_index=row_index, row_id=row_id, location=location
+            if row.fault is not None:
+                raise row.fault
+            if row.columns is None:
+                columns = parse_columns(row.content)
+            row_id = self._rows.read_id(columns, mapping, file.format)
+            return PromptRecord(
+                row_index=row_index,
+                row_id=row_id or file.row_id_of(row.line),
+                location=location,
+                columns=columns,
+                **self._rows.read_request(columns, mapping, file.format),
             )
         except RequestError as error:
             message = printable(f"{self.describe(location)}: {error.message}")
             return BadRow(
                 row_index=row_index,
-                row_id=row_id,
+                row_id=row_id or file.row_id_of(row.line),
                 location=location,
                 error=RequestError(error.code, message),
                 columns=columns,
             )
+
+
+class _RowBuilder:
+    """Reads ids and requests from columns, as the format of the file has them."""
+
+    def __init__(self, prompt: PromptConfig) -> None:
+        self._builder = PromptBuilder(prompt)
+        self._has_templates = prompt.template is not None or prompt.system is not None
+
+    def check_use(self, formats: Iterator[SourceFormat]) -> None:
+        """Refuse templates that no row would see.
+
+        Raises:
+            ConfigError: all files are batch files, whose lines are whole requests.
+        """
+        if self._has_templates and set(formats) == {SourceFormat.OPENAI_BATCH}:
+            raise ConfigError(
+                "prompt.template or prompt.system is set, and every source is an openai_batch "
+                "file, whose lines are whole requests; leave them out"
+            )
+
+    def read_id(
+        self, columns: dict[str, Any], mapping: ColumnMapping, file_format: SourceFormat
+    ) -> str | None:
+        """Return the row's own id."""
+        if file_format is SourceFormat.OPENAI_BATCH:
+            return read_custom_id(columns)
+        if file_format is SourceFormat.CSV and not columns.get(mapping.id or ""):
+            return None
+        return read_row_id(columns, mapping)
+
+    def read_request(
+        self, columns: dict[str, Any], mapping: ColumnMapping, file_format: SourceFormat
+    ) -> dict[str, Any]:
+        """Return what is asked, as the fields of a PromptRecord."""
+        if file_format is SourceFormat.OPENAI_BATCH:
+            return read_batch_request(columns)
+        fields = columns
+        if file_format is SourceFormat.CSV:
+            fields = of_csv(columns, mapping)
+        elif file_format is not SourceFormat.JSONL:
+            fields = of_table(columns, mapping)
+        return self._builder.build(columns, mapping, fields=fields)
 
 
 class ManifestHash:
@@ -156,11 +249,14 @@ class ManifestHash:
 
 
 class OutputNames:
-    """The names that an output line adds to the columns of a row, and what collides with them."""
+    """The names that an output line adds to the columns of a row, and what collides with them.
 
-    def __init__(self, result_prefix: str) -> None:
+    fields are the names that the output's format adds; none, when it carries no columns.
+    """
+
+    def __init__(self, result_prefix: str, fields: tuple[str, ...] = RESULT_FIELDS) -> None:
         self._prefix = result_prefix
-        self._results = frozenset(result_prefix + name for name in RESULT_FIELDS)
+        self._results = frozenset(result_prefix + name for name in fields)
 
     def check(self, row: PromptRecord | BadRow, reader: RecordReader) -> None:
         """Make sure that the row's columns and the answer fit into one object.
@@ -176,7 +272,7 @@ class OutputNames:
                 f"output.result_prefix (now {self._prefix!r}), for example to 'answer_'"
             )
         id_column = reader.sources[row.location.source_index].columns.id
-        if ROW_ID_FIELD in row.columns and id_column != ROW_ID_FIELD:
+        if self._results and ROW_ID_FIELD in row.columns and id_column != ROW_ID_FIELD:
             raise ConfigError(
                 f"{reader.describe(row.location)}: the column 'row_id' has the name under which "
                 "the output holds the row's id; write columns.id: row_id in the source to use it "
@@ -185,69 +281,14 @@ class OutputNames:
 
 
 def refuse_to_overwrite_a_source(sources: tuple[SourceConfig, ...], output_path: Path) -> None:
-    """Make sure that the output is not one of the inputs.
+    """Make sure that the output is not one of the inputs, and will not be one at a resume.
 
     Raises:
         ConfigError: it is.
     """
-    for source in sources:
-        try:
-            is_source = output_path.samefile(source.path)
-        except OSError:
-            # There is no such file yet, or it cannot be seen; then writing it will say why.
-            is_source = False
-        if is_source:
-            raise ConfigError(
-                f"output.path {output_path} is the source {source.path}; it would be "
-                "overwritten, so name another file"
-            )
-
-
-def _check_source(index: int, path: Path) -> None:
-    place = f"sources.{index}.path: {path}"
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{place}: no such file; {_hint_for_missing(path)}") from error
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot read the source: {error.strerror}") from error
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"{place} is not a regular file; wanted a JSONL file")
-    _open(path).close()
-
-
-def _hint_for_missing(path: Path) -> str:
-    try:
-        names = sorted(islice((entry.name for entry in path.parent.iterdir()), _MAX_NEIGHBOURS))
-    except OSError:
-        return f"its folder {path.parent} cannot be listed either"
-    close = difflib.get_close_matches(path.name, names, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else "check the name"
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb", buffering=_BUFFER_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the source: {error.strerror}") from error
-
-
-def _rows_of_file(source: SourceConfig) -> Iterator[tuple[int, int, bytes]]:
-    """Yield byte offset, line number and bytes of each line that is a row, up to the limit.
-
-    A binary file is split at \\n alone: U+2028 and the like are part of a text.
-    """
-    num_rows, offset = 0, 0
-    with _open(source.path) as handle:
-        for number, raw in enumerate(handle, start=1):
-            line = _without_mark(raw, offset)
-            if line.strip():
-                if num_rows == source.limit:
-                    return
-                yield offset, number, line
-                num_rows += 1
-            offset += len(raw)
-
-
-def _without_mark(line: bytes, offset: int) -> bytes:
-    return line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
+    source = source_of_path(sources, output_path)
+    if source is not None:
+        raise ConfigError(
+            f"output.path {output_path} is the source {source}; it would be overwritten, so name "
+            "another file"
+        )

@@ -17,8 +17,15 @@ def read_row_id(columns: dict[str, Any], mapping: ColumnMapping) -> str | None:
         RequestError: the id is neither text nor a whole number, or cannot be stored.
     """
     value = None if mapping.id is None else columns.get(mapping.id)
-    if value is None:
-        return None
+    return None if value is None else check_row_id(value, str(mapping.id), "columns.id")
+
+
+def check_row_id(value: object, name: str, setting: str | None) -> str:
+    """Return the id as text. setting is what names another column, None where nothing does.
+
+    Raises:
+        RequestError: it is neither text nor a whole number, or cannot be stored.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int):
         problem = f"is {json_type(value)} {shown(value)}, wanted a string or a whole number"
     elif printable(text := str(value)) != text:
@@ -27,7 +34,7 @@ def read_row_id(columns: dict[str, Any], mapping: ColumnMapping) -> str | None:
         problem = "is an empty string; write null for a row without id"
     else:
         return text
-    raise _bad_field(mapping.id, problem, "columns.id")
+    raise _bad_field(name, problem, setting)
 
 
 def read_messages(columns: dict[str, Any], mapping: ColumnMapping) -> list[dict[str, Any]]:
@@ -36,19 +43,27 @@ def read_messages(columns: dict[str, Any], mapping: ColumnMapping) -> list[dict[
     Raises:
         RequestError: not a list of objects with a role and, where given, readable content.
     """
-    value = columns[mapping.messages]
+    return check_messages(columns[mapping.messages], mapping.messages, "columns.messages")
+
+
+def check_messages(value: object, name: str, setting: str | None) -> list[dict[str, Any]]:
+    """Return the chat messages. setting is what names another column, None where nothing does.
+
+    Raises:
+        RequestError: not a list of objects with a role and, where given, readable content.
+    """
     if not isinstance(value, list) or not value:
         problem = f"is {shown(value)}, wanted a list of at least one message"
-        raise _bad_field(mapping.messages, problem, "columns.messages")
+        raise _bad_field(name, problem, setting)
     for index, message in enumerate(value):
-        place = f"{mapping.messages}[{index}]"
+        place = f"{name}[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             problem = f"is {shown(message)}, wanted an object with a string `role`"
-            raise _bad_field(place, problem, "columns.messages")
+            raise _bad_field(place, problem, setting)
         content = message.get("content")
         if not (content is None or isinstance(content, str | list)):
             problem = f"has content {shown(content)}, wanted a string or a list of parts"
-            raise _bad_field(place, problem, "columns.messages")
+            raise _bad_field(place, problem, setting)
     return value
 
 
@@ -59,9 +74,17 @@ def read_prompt_token_ids(columns: dict[str, Any], mapping: ColumnMapping) -> li
         RequestError: not a list of whole numbers.
     """
     value = columns[mapping.prompt_token_ids]
+    return check_token_ids(value, mapping.prompt_token_ids, "columns.prompt_token_ids")
+
+
+def check_token_ids(value: object, name: str, setting: str | None) -> list[int]:
+    """Return the token ids. setting is what names another column, None where nothing does.
+
+    Raises:
+        RequestError: not a list of whole numbers.
+    """
     if not isinstance(value, list) or any(type(token) is not int for token in value):
-        problem = f"is {shown(value)}, wanted a list of whole numbers"
-        raise _bad_field(mapping.prompt_token_ids, problem, "columns.prompt_token_ids")
+        raise _bad_field(name, f"is {shown(value)}, wanted a list of whole numbers", setting)
     return value
 
 
@@ -149,13 +172,11 @@ def read_timeout_seconds(columns: dict[str, Any], mapping: ColumnMapping) -> flo
 
 
 def _bad_field(
-    name: str | None,
+    name: str,
     problem: str,
-    setting: str,
+    setting: str | None,
     *,
     code: RequestErrorCode = RequestErrorCode.BAD_ROW,
 ) -> RequestError:
-    return RequestError(
-        code,
-        f"{name} {problem}; mend the row, or name another column in the source's {setting}",
-    )
+    remedy = "" if setting is None else f", or name another column in the source's {setting}"
+    return RequestError(code, f"{name} {problem}; mend the row{remedy}")

@@ -1,4 +1,4 @@
-"""The on-disk row index of a job: where each row stands, its id, its tokens, its shard.
+"""The on-disk row index of a job: where each row stands, its id, its tokens, what it repeats.
 
 A SQLite file of one writer, written anew by each plan. It is derived from the input and never the
 truth about what is done; that is the ledger.
@@ -6,7 +6,7 @@ truth about what is done; that is the ledger.
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -17,47 +17,79 @@ from flows.rows import RowLocation
 
 _PAGE_ROWS = 1000
 
-# duplicate_of and component are there for plans that fold equal prompts or join dependent rows.
+# The columns are the fields of IndexRow.
 _SCHEMA = """
 CREATE TABLE rows (
     row_index INTEGER PRIMARY KEY,
     source_index INTEGER NOT NULL,
+    file_index INTEGER NOT NULL,
     offset INTEGER NOT NULL,
     line INTEGER NOT NULL,
-    row_id TEXT NOT NULL UNIQUE,
+    row_id TEXT NOT NULL,
     num_prompt_tokens INTEGER NOT NULL,
-    shard INTEGER,
     error_code TEXT,
     error_message TEXT,
-    duplicate_of INTEGER,
-    component INTEGER
+    is_skipped INTEGER NOT NULL,
+    truncate_prompt_tokens INTEGER,
+    request_hash BLOB,
+    may_fold INTEGER NOT NULL,
+    duplicate_of INTEGER
 )
 """
+# Built at the end: ids in no order would make each insert look for its place.
+_UNIQUE_IDS = "CREATE UNIQUE INDEX rows_by_id ON rows (row_id)"
+# A row that is asked for the first time leads those that are the same. The partial index holds
+# what may be folded alone, so that a job that samples pays nothing.
+_FOLD = (
+    "CREATE INDEX foldable_rows ON rows (request_hash, row_index) WHERE may_fold",
+    """
+    UPDATE rows SET duplicate_of = leaders.row_index
+    FROM (
+        SELECT request_hash, min(row_index) AS row_index FROM rows WHERE may_fold
+        GROUP BY request_hash HAVING count(*) > 1
+    ) AS leaders
+    WHERE rows.may_fold AND rows.request_hash = leaders.request_hash
+        AND rows.row_index > leaders.row_index
+    """,
+    "DROP INDEX foldable_rows",
+    "CREATE INDEX followers ON rows (duplicate_of, row_index) WHERE duplicate_of IS NOT NULL",
+)
 
 
 class IndexRow(NamedTuple):
     """What a plan knows about one row; the fields are the columns of the table, in their order.
 
-    shard is None until the rows are counted. num_prompt_tokens is 0 for a row whose prompt could
-    not be encoded.
+    num_prompt_tokens is 0 for a row whose prompt could not be encoded. A row with an error_code is
+    not asked; is_skipped tells that it is left out on purpose. truncate_prompt_tokens is laid over
+    the row's sampling. request_hash stands for all that is asked, 16 bytes; rows that may_fold and
+    have the same one are asked once, and duplicate_of is the row_index of the first of them.
+    is_skipped and may_fold are 0 or 1: SQLite's module is slow with True and False.
     """
 
     row_index: int
     source_index: int
+    file_index: int
     offset: int
     line: int
     row_id: str
     num_prompt_tokens: int = 0
-    shard: int | None = None
     error_code: str | None = None
     error_message: str | None = None
+    is_skipped: int = 0
+    truncate_prompt_tokens: int | None = None
+    request_hash: bytes | None = None
+    may_fold: int = 0
     duplicate_of: int | None = None
-    component: int | None = None
 
     @property
     def location(self) -> RowLocation:
         """Where the reader finds the row."""
-        return RowLocation(source_index=self.source_index, offset=self.offset, line=self.line)
+        return RowLocation(
+            source_index=self.source_index,
+            file_index=self.file_index,
+            offset=self.offset,
+            line=self.line,
+        )
 
 
 _COLUMNS = ", ".join(IndexRow._fields)
@@ -91,7 +123,7 @@ class RowIndexBuilder:
         except (OSError, sqlite3.Error) as error:
             raise self._cannot_be_written(error) from error
         # A crash leaves a file that nobody opens, so nothing needs to survive one; a journal there
-        # must be, for a refused row is taken back.
+        # must be, for an index of ids that are not unique is taken back.
         self._connection.execute("PRAGMA journal_mode = MEMORY")
         self._connection.execute("PRAGMA synchronous = OFF")
         self._connection.execute(_SCHEMA)
@@ -112,41 +144,44 @@ class RowIndexBuilder:
             raise self._cannot_be_written(error) from error
 
     def insert(self, rows: Sequence[IndexRow]) -> None:
-        """Add rows; row_index counts up from 0 without a gap.
+        """Add rows; row_index counts up from 0 without a gap."""
+        # Plain tuples: the module is slow with their subclasses too.
+        self._connection.executemany(_INSERT, map(tuple, rows))
+
+    def publish(self) -> int:
+        """Fold the rows that are the same, and put the index in its place.
+
+        Returns:
+            Number of rows that follow another.
 
         Raises:
-            DuplicateRowIdError: a row has the id of another.
+            DuplicateRowIdError: two rows have one id.
         """
         try:
-            self._connection.executemany(_INSERT, rows)
+            self._connection.execute(_UNIQUE_IDS)
         except sqlite3.IntegrityError as error:
-            first, second = self._find_duplicate(rows)
-            raise DuplicateRowIdError(first, second) from error
-
-    def publish(self, *, num_rows: int, num_shards: int) -> None:
-        """Give each shard a contiguous range of rows, and put the index in its place."""
-        self._connection.execute(
-            "UPDATE rows SET shard = row_index * ? / ?", (num_shards, num_rows)
-        )
-        self._connection.execute("CREATE INDEX rows_by_shard ON rows (shard)")
+            raise DuplicateRowIdError(*self._first_twins()) from error
+        for statement in _FOLD:
+            self._connection.execute(statement)
         self._connection.execute(
             "CREATE INDEX bad_rows ON rows (row_index) WHERE error_code IS NOT NULL"
         )
+        count = "SELECT count(*) FROM rows WHERE duplicate_of IS NOT NULL"
+        (num_followers,) = self._connection.execute(count).fetchone()
         self._connection.execute("COMMIT")
         self._connection.close()
         self._temporary.replace(self._path)
+        return int(num_followers)
 
     def _cannot_be_written(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self._path}: the row index cannot be written: {error}")
 
-    def _find_duplicate(self, rows: Sequence[IndexRow]) -> tuple[IndexRow, IndexRow]:
-        # The rows before the refused one are in the table, so the refused one finds its twin.
-        query = f"SELECT {_COLUMNS} FROM rows WHERE row_id = ? AND row_index < ?"
-        for row in rows:
-            values = self._connection.execute(query, (row.row_id, row.row_index)).fetchone()
-            if values is not None:
-                return IndexRow._make(values), row
-        raise AssertionError("the row index refused rows, and no two of them have one id")
+    def _first_twins(self) -> list[IndexRow]:
+        twins = (
+            f"SELECT {_COLUMNS} FROM rows WHERE row_id = (SELECT row_id FROM rows GROUP BY row_id "
+            "HAVING count(*) > 1 ORDER BY min(row_index) LIMIT 1) ORDER BY row_index LIMIT 2"
+        )
+        return [IndexRow._make(values) for values in self._connection.execute(twins)]
 
 
 class RowIndex:
@@ -200,19 +235,32 @@ class RowIndex:
         (last,) = self._connection.execute("SELECT max(row_index) FROM rows").fetchone()
         return 0 if last is None else int(last) + 1
 
-    def rows_of_shard(self, shard: int) -> Iterator[IndexRow]:
-        """Yield the shard's rows in input order, bad ones included."""
-        return self._pages(f"{_SELECT} shard = ? ORDER BY row_index LIMIT ?", (shard, _PAGE_ROWS))
-
     def rows_between(self, first: int, end: int) -> Iterator[IndexRow]:
         """Yield the rows first to end - 1 in input order, bad ones included."""
         query = f"{_SELECT} row_index < ? ORDER BY row_index LIMIT ?"
         return self._pages(query, (end, _PAGE_ROWS), after=first - 1)
 
+    def find(self, row_ids: Iterable[str]) -> dict[str, IndexRow]:
+        """Return those of the rows that there are, by id; the ids must fit into one query."""
+        ids = tuple(row_ids)
+        query = f"SELECT {_COLUMNS} FROM rows WHERE row_id IN ({', '.join('?' * len(ids))})"
+        rows = map(IndexRow._make, self._connection.execute(query, ids))
+        return {row.row_id: row for row in rows}
+
     def bad_rows(self) -> Iterator[IndexRow]:
         """Yield the rows that cannot be asked, in input order."""
         query = f"{_SELECT} error_code IS NOT NULL ORDER BY row_index LIMIT ?"
         return self._pages(query, (_PAGE_ROWS,))
+
+    def followers_of(self, row_index: int, first: int, end: int) -> Iterator[IndexRow]:
+        """Yield those of the rows first to end - 1 that are the same as the row, in input order."""
+        query = f"{_SELECT} duplicate_of = ? AND row_index < ? ORDER BY row_index LIMIT ?"
+        return self._pages(query, (row_index, end, _PAGE_ROWS), after=first - 1)
+
+    def duplicates_between(self, first: int, end: int) -> Iterator[IndexRow]:
+        """Yield those of the rows first to end - 1 that are the same as an earlier row."""
+        query = f"{_SELECT} duplicate_of IS NOT NULL AND row_index < ? ORDER BY row_index LIMIT ?"
+        return self._pages(query, (end, _PAGE_ROWS), after=first - 1)
 
     def _pages(
         self, query: str, parameters: tuple[int, ...], *, after: int = -1

@@ -6,8 +6,9 @@ It knows neither files nor templates; whoever reads the line adds file and line 
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from engine import GenerateRequest, RequestError, RequestErrorCode, SamplingParams
 
@@ -19,17 +20,20 @@ _MAX_SHOWN_CHARACTERS = 60
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLocation:
-    """Where a row stands: byte offset of its line in the source, and its 1-based line number."""
+class RowLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a row stands: the file of the source, and the place in that file.
+
+    offset is what the file's format seeks by: bytes from the start of the text (unpacked, where it
+    is compressed), or rows. line is what a person looks for, from 1: a line, or a row of a table.
+    """
 
     source_index: int
+    file_index: int = 0
     offset: int
     line: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRecord:
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A row that can be asked; exactly one of prompt, messages, prompt_token_ids is set.
 
     row_index is the position in the whole input, over all sources, from 0. turns are the user
@@ -45,10 +49,10 @@ class PromptRecord:
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
     turns: tuple[str, ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
     priority: int = 0
     timeout_seconds: float | None = None
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_request(
         self, sampling_params: SamplingParams, *, default_timeout_seconds: float | None = None
@@ -67,20 +71,21 @@ class PromptRecord:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
+class BadRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row that cannot be asked, and why; columns hold what could be read of it."""
 
     row_index: int
     row_id: str
     location: RowLocation
     error: RequestError
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def printable(text: str) -> str:
     """Return the text with what a database refuses (lone surrogates, NUL) written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+    if not text.isascii():
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text.replace("\0", "\\x00")
 
 
 def without_surrogates(value: Any) -> Any:
@@ -111,15 +116,30 @@ def shown_names(names: Iterable[str]) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(
+            RequestErrorCode.BAD_JSON,
+            f"the key {shown(twice)} is there twice in one object; keep one of them",
+        )
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def parse_columns(line: bytes) -> dict[str, Any]:
     """Return the columns of a row from its line.
 
     Raises:
-        RequestError: not UTF-8, not JSON, not an object, or nested too deep.
+        RequestError: not UTF-8, not JSON, not an object, a key twice, or nested too deep.
     """
     try:
         # surrogatepass: a lone surrogate spelt in bytes is treated like one spelt as an escape.
-        value = json.loads(line.decode("utf-8", "surrogatepass"))
+        value = _DECODER.decode(line.decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError as error:
         raise RequestError(
             RequestErrorCode.BAD_JSON,

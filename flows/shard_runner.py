@@ -2,33 +2,34 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from engine import (
     Bucket,
-    Completion,
-    ConfigError,
     GenerateRequest,
     OfflineInference,
+    PartialOutput,
+    RequestError,
+    RequestErrorCode,
     RunStats,
     SamplingParams,
+    WorkerError,
 )
 from flows.config import JobConfig
 from flows.ledger import Ledger
-from flows.ledger_rows import CompletionRow, JobRow, Lease
+from flows.ledger_rows import JobRow, Lease
 from flows.owner import Owner
-from flows.records import BadRow, RecordReader
-from flows.row_index import IndexRow, RowIndex
-from flows.schema import RowState, ShardState
+from flows.pending_rows import PendingRows
+from flows.records import RecordReader
+from flows.schema import ShardState
+from flows.shard_recovery import BadDeviceError, answer_all
 from flows.shard_writer import ShardWriter
 from flows.stacks import Slot, StackPool
 
 logger = logging.getLogger(__name__)
-_PAGE_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ class ShardJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSummary:
-    """What one attempt at a shard did; counts are of this attempt alone.
+    """What one attempt at a shard did; counts are rows of this attempt alone.
 
-    device and dtype are None when it was stopped before an engine was loaded.
+    num_length samples were cut at max_tokens. num_deduplicated rows got the answer of another row, which saved num_saved_tokens. device and dtype are None when it was stopped before an engine was loaded.
     """
 
     shard_index: int
@@ -57,6 +58,10 @@ class ShardSummary:
     num_resumed: int = 0
     num_ok: int = 0
     num_error: int = 0
+    num_length: int = 0
+    num_deduplicated: int = 0
+    num_saved_tokens: int = 0
+    num_worker_deaths: int = 0
     stats: RunStats = field(default_factory=RunStats)
 
 
@@ -69,141 +74,181 @@ def run_shard(
     stop: threading.Event,
     flow_run_id: str | None = None,
 ) -> ShardSummary:
-    """Answer the pending rows of one shard.
+    """Answer the pending rows of one shard, on another device when one is bad.
 
     When `stop` is set, the step in flight is finished, what is there is committed, and the shard
     is left resumable.
 
     Raises:
         LedgerError: somebody else holds the shard, or the lease was lost.
-        WorkerError: a worker failed; what was finished is committed.
+        TooManyFailedRowsError: more rows of the job failed than may.
+        WorkerError: no worker can be started, or no good device is left; what was finished is
+            committed.
         ConfigError: the input changed since it was planned.
     """
-    with stacks.borrow() as slot:  # first, so that a shard that waits holds no lease
-        if stop.is_set():
-            return ShardSummary(
-                shard_index=shard_index, state=ShardState.INTERRUPTED, slot=slot.number
+    while True:
+        with stacks.borrow() as slot:  # first, so that a shard that waits holds no lease
+            if stop.is_set():
+                return ShardSummary(
+                    shard_index=shard_index, state=ShardState.INTERRUPTED, slot=slot.number
+                )
+            lease = ledger.acquire_shard(
+                shard_job.job.job_key,
+                shard_index,
+                owner=Owner.current(),
+                lease_seconds=shard_job.config.lease_seconds,
+                flow_run_id=flow_run_id,
             )
-        lease = ledger.acquire_shard(
-            shard_job.job.job_key,
-            shard_index,
-            owner=Owner.current(),
-            lease_seconds=shard_job.config.lease_seconds,
-            flow_run_id=flow_run_id,
-        )
-        try:
-            summary = _ShardRun(shard_job, ledger, lease, stop).answer_all(slot)
-        except Exception as error:
-            ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
-            raise
-        except BaseException:
-            ledger.release_shard(lease, ShardState.INTERRUPTED)
-            raise
-        ledger.release_shard(
-            lease,
-            summary.state,
-            busy_seconds=summary.stats.busy_seconds,
-            stats={"preemptions": summary.stats.num_preemptions, "steps": summary.stats.num_steps},
-        )
-        return summary
+            try:
+                return _run_leased(shard_job, ledger, lease, slot, stop)
+            except BadDeviceError as error:
+                slot.retire(str(error))
+
+
+def _run_leased(
+    shard_job: ShardJob, ledger: Ledger, lease: Lease, slot: Slot, stop: threading.Event
+) -> ShardSummary:
+    """Run the shard and release its lease, however it ends."""
+    try:
+        summary = _ShardRun(shard_job, ledger, lease, slot, stop).run()
+    except Exception as error:
+        ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
+        raise
+    except BaseException:
+        ledger.release_shard(lease, ShardState.INTERRUPTED)
+        raise
+    ledger.release_shard(
+        lease,
+        summary.state,
+        busy_seconds=summary.stats.busy_seconds,
+        stats={"preemptions": summary.stats.num_preemptions, "steps": summary.stats.num_steps},
+    )
+    return summary
 
 
 class _ShardRun:
-    """One attempt at one shard."""
+    """One attempt at one shard; see shard_recovery.RecoverableShard for its public methods."""
 
     def __init__(
-        self, shard_job: ShardJob, ledger: Ledger, lease: Lease, stop: threading.Event
+        self,
+        shard_job: ShardJob,
+        ledger: Ledger,
+        lease: Lease,
+        slot: Slot,
+        stop: threading.Event,
     ) -> None:
-        self._shard_job = shard_job
+        self._job_dir = shard_job.job_dir
+        self._config = shard_job.config
         self._ledger = ledger
         self._lease = lease
+        self._slot = slot
         self._stop = stop
-        self._row_index_of: dict[str, int] = {}
-        self._is_exhausted = False
-        self._num_resumed = 0
-        self._num_ok = 0
-        self._num_error = 0
+        self._stats = RunStats()
+        self._num_worker_deaths = 0
+        self._num_resumed = self._count_done()
+        self._writer = ShardWriter(
+            ledger,
+            lease,
+            self._config,
+            max_failed_rows=self._config.max_failed_of(shard_job.job.num_rows),
+            stream_path=self._job_dir / "stream.jsonl" if self._config.stream_output else None,
+        )
+        self._reader = RecordReader(self._config.sources, self._config.prompt)
+        self._rows = PendingRows(
+            ledger,
+            lease,
+            self._reader,
+            index_path=shard_job.index_path,
+            sampling=shard_job.sampling,
+            timeout_seconds=self._config.row_timeout_seconds,
+        )
 
-    def answer_all(self, slot: Slot) -> ShardSummary:
-        """Run every pending row, commit every answer."""
-        job_dir, config = self._shard_job.job_dir, self._shard_job.config
-        stream_path = job_dir / "stream.jsonl" if config.stream_output else None
+    def run(self) -> ShardSummary:
+        """Answer every pending row, and commit every answer."""
         # The writer comes first: its heartbeat keeps the lease while a model loads.
-        with (
-            ShardWriter(self._ledger, self._lease, config, stream_path=stream_path) as writer,
-            RecordReader(config.sources, config.prompt) as reader,
-        ):
-            engine = slot.engine()
-            writer.device = engine.device
-            engine.take_stats()
-            with closing(engine.run(self._pending(reader), stop=self._stop)) as completions:
-                for completion in completions:
-                    engine.charge(Bucket.COMMIT)
-                    writer.put(self._to_row(completion))
-            stats = engine.take_stats()
-            return self._summary(slot.number, engine, stats)
-
-    def _pending(self, reader: RecordReader) -> Iterator[GenerateRequest]:
-        """Yield the rows that have no result yet, page by page."""
-        with RowIndex.open(self._shard_job.index_path) as index:
-            first, end = self._lease.first_row, self._lease.first_row + self._lease.num_rows
-            rows = index.rows_between(first, end)
-            while page := list(islice(rows, _PAGE_ROWS)):
-                done = self._ledger.done_rows(
-                    self._lease.job_key, page[0].row_index, page[-1].row_index
-                )
-                for row in page:
-                    if (row.row_index, 0) in done:
-                        self._num_resumed += 1
-                    elif row.error_code is None:
-                        yield self._to_request(row, reader)
-        self._is_exhausted = True
-
-    def _to_request(self, row: IndexRow, reader: RecordReader) -> GenerateRequest:
-        record = reader.read_at(row.row_index, row.location)
-        if isinstance(record, BadRow) or record.row_id != row.row_id:
-            raise ConfigError(
-                f"{reader.describe(row.location)}: the row changed since the job was planned; "
-                "put the file back, or start a new job"
-            )
-        self._row_index_of[row.row_id] = row.row_index
-        return record.to_request(
-            self._shard_job.sampling.overlaid(record.sampling),
-            default_timeout_seconds=self._shard_job.config.row_timeout_seconds,
-        )
-
-    def _to_row(self, completion: Completion) -> CompletionRow:
-        error = completion.error
-        if error is None:
-            self._num_ok += 1
-        else:
-            self._num_error += 1
-        return CompletionRow(
-            row_index=self._row_index_of.pop(completion.request_id),
-            sample_index=completion.sample_index,
-            row_id=completion.request_id,
-            state=RowState.OK if error is None else RowState.ERROR,
-            error_code=None if error is None else error.code.value,
-            error_message=None if error is None else error.message,
-            finish_reason=completion.finish_reason.value,
-            num_prompt_tokens=completion.num_prompt_tokens,
-            num_cached_tokens=completion.num_cached_tokens,
-            num_output_tokens=completion.num_output_tokens,
-            text=completion.text if error is None else None,
-            token_ids=completion.token_ids,
-            turns=tuple(reply.text for reply in completion.replies),
-        )
-
-    def _summary(self, slot: int, engine: OfflineInference, stats: RunStats) -> ShardSummary:
-        is_done = self._is_exhausted and not self._row_index_of
+        with self._writer, self._reader, self._rows:
+            engine = self._use(self._slot.engine())
+            for row in self._rows.copies_of_done():
+                self._writer.put(row)
+            self._writer.flush()
+            answer_all(self, self._suspects())
+        engine = self._slot.engine()
+        counts = self._rows.counts
         return ShardSummary(
             shard_index=self._lease.shard_index,
-            state=ShardState.DONE if is_done else ShardState.INTERRUPTED,
-            slot=slot,
+            state=ShardState.DONE if self._rows.is_done else ShardState.INTERRUPTED,
+            slot=self._slot.number,
             device=engine.device,
             dtype=engine.dtype,
             num_resumed=self._num_resumed,
-            num_ok=self._num_ok,
-            num_error=self._num_error,
-            stats=stats,
+            num_ok=counts.num_ok,
+            num_error=counts.num_error,
+            num_length=counts.num_length,
+            num_deduplicated=counts.num_deduplicated,
+            num_saved_tokens=counts.num_saved_tokens,
+            num_worker_deaths=self._num_worker_deaths,
+            stats=self._stats,
         )
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def answer(self, row_indices: Sequence[int] | None) -> None:
+        rows = self._rows
+        requests = rows.requests() if row_indices is None else rows.requests_of(row_indices)
+        try:
+            self._answer(self._slot.engine(), requests)
+        finally:
+            self._writer.flush()
+
+    def accuse(self, error: WorkerError) -> list[int]:
+        self._num_worker_deaths += 1
+        accused = self._rows.row_indices_of(error.request_ids)
+        if accused:
+            self._ledger.add_suspects(self._lease, accused)
+        return accused
+
+    def unanswered(self, row_indices: Sequence[int]) -> list[int]:
+        return self._rows.without_result(row_indices)
+
+    def condemn(self, row_index: int, error: WorkerError) -> None:
+        reason = f"a worker died whenever this row was asked, also when it was alone: {error}"
+        logger.error("row_index=%d gets engine_crash: %s", row_index, error)
+        for row in self._rows.fail(row_index, RequestError(RequestErrorCode.ENGINE_CRASH, reason)):
+            self._writer.put(row)
+        self._writer.flush()
+
+    def replace_engine(self) -> OfflineInference:
+        return self._use(self._slot.replace_engine())
+
+    def _use(self, engine: OfflineInference) -> OfflineInference:
+        self._writer.device = engine.device
+        return engine
+
+    def _answer(self, engine: OfflineInference, requests: Iterator[GenerateRequest]) -> None:
+        completions = engine.run(
+            requests,
+            stop=self._stop,
+            on_partials=self._put_partials,
+            partial_seconds=self._config.partial_seconds,
+        )
+        try:
+            with closing(completions):
+                for completion in completions:
+                    engine.charge(Bucket.COMMIT)
+                    for row in self._rows.results_of(completion):
+                        self._writer.put(row)
+        finally:
+            self._stats = self._stats.plus(engine.take_stats())
+
+    def _put_partials(self, partials: list[PartialOutput]) -> None:
+        self._writer.put_partials(self._rows.partial_rows(partials))
+
+    def _suspects(self) -> dict[int, int]:
+        first, last = self._lease.first_row, self._lease.first_row + self._lease.num_rows - 1
+        return self._ledger.suspects_of(self._lease.job_key, first, last)
+
+    def _count_done(self) -> int:
+        shard = self._ledger.list_shards(self._lease.job_key)[self._lease.shard_index]
+        return shard.num_rows - shard.num_pending

@@ -19,6 +19,7 @@ from prefect.futures import PrefectFuture, as_completed
 from engine import TokenmillError, WorkerError, WorkerFailure
 from flows.job_run import JobRun
 from flows.shard_runner import ShardSummary
+from flows.shard_writer import TooManyFailedRowsError
 
 logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 5.0
@@ -64,6 +65,8 @@ def run_all_shards(run: JobRun) -> tuple[list[ShardSummary], dict[int, BaseExcep
             future = next(as_completed(list(active)))
             shard_index = active.pop(future)
             _collect(future, shard_index, summaries, failures)
+            if isinstance(failures.get(shard_index), TooManyFailedRowsError):
+                run.stop.set()
     except BaseException:
         run.stop.set()
         for future, shard_index in active.items():

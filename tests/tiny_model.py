@@ -142,7 +142,9 @@ def save_tiny_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path
     return folder
 
 
-def open_engine(folder: Path, way: dict[str, Any] | None = None) -> OfflineInference:
+def open_engine(
+    folder: Path, way: dict[str, Any] | None = None, *, deterministic: bool = False
+) -> OfflineInference:
     """Return an engine of the folder's model in this process; `way` changes settings by section."""
     settings: dict[str, Any] = {
         "cache": {"num_blocks": 512},
@@ -151,5 +153,10 @@ def open_engine(folder: Path, way: dict[str, Any] | None = None) -> OfflineInfer
     }
     for section, values in (way or {}).items():
         settings[section] = settings.get(section, {}) | values
-    config = {"model_path": str(folder), "device": "cpu", "dtype": "float32"}
+    config = {
+        "model_path": str(folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "deterministic": deterministic,
+    }
     return OfflineInference(EngineConfig.model_validate(config | settings))

@@ -4,13 +4,16 @@ Shapes: T scheduled tokens, R requests, B blocks per row, N blocks in the pool, 
 H query heads, G key-value heads, D width of a key, E width of a value.
 """
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from engine.errors import ConfigError, WorkerFailure
+from engine.errors import ConfigError, WorkerError, WorkerFailure
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,14 @@ class MemoryInfo:
 
     free_bytes: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHolder:
+    """A process that has a device for itself."""
+
+    pid: int
+    used_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,64 @@ class DeviceBackend(ABC):
     name: str
     dist_backend: str  # what joins ranks on this kind of device, in torch.distributed's names
     capabilities: Capabilities
+
+    @abstractmethod
+    def count_devices(self) -> int:
+        """Return how many devices of this kind there are; their ids count from 0."""
+
+    def holders(self, device_id: int) -> tuple[DeviceHolder, ...]:
+        """Return the other processes that hold a device.
+
+        Nobody holds the CPU: processes share it, and its free memory says what they leave.
+        """
+        return ()
+
+    def check_device(self, device_id: int) -> None:
+        """Refuse a device that cannot be had, before it is bound.
+
+        Raises:
+            ConfigError: there is no such device.
+            WorkerError: another process holds it.
+        """
+        count = self.count_devices()
+        if not 0 <= device_id < count:
+            raise ConfigError(
+                f"engine.device_ids has {device_id}, but this machine has {count} device(s) of "
+                f"kind {self.name}, counted from 0; change engine.device_ids"
+            )
+        holders = [holder for holder in self.holders(device_id) if holder.pid != os.getpid()]
+        if holders:
+            names = ", ".join(
+                f"pid {holder.pid} ({holder.used_bytes / _GIB:.1f} GiB)" for holder in holders
+            )
+            raise WorkerError(
+                f"{self.name} {device_id} is held by {names}; end that, or take another one in "
+                "engine.device_ids",
+                failure=WorkerFailure.START_FAILED,
+            )
+
+    def check_memory(self, needed_bytes: int, purpose: str) -> None:
+        """Refuse to load what the bound device has no room for, before anything is loaded.
+
+        Raises:
+            ConfigError: there will never be room.
+            WorkerError: there is none now.
+        """
+        memory = self.memory_info()
+        found = (
+            f"not enough memory on {self.name}: {needed_bytes / _GIB:.2f} GiB are needed "
+            f"({purpose}), and {memory.free_bytes / _GIB:.2f} of {memory.total_bytes / _GIB:.2f} "
+            "GiB are free"
+        )
+        if needed_bytes > memory.total_bytes:
+            raise ConfigError(
+                f"{found}; take a smaller model, or a smaller engine.dtype or KV cache (engine.cache)"
+            )
+        if needed_bytes > memory.free_bytes:
+            raise WorkerError(
+                f"{found}; end what else runs there, or give the KV cache less (engine.cache)",
+                failure=WorkerFailure.START_FAILED,
+            )
 
     @abstractmethod
     def bind(self, device_id: int, num_threads: int | None) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numba
-import psutil
 import torch
 
 from engine.backends.base import (
@@ -16,6 +15,7 @@ from engine.backends.base import (
     MemoryInfo,
 )
 from engine.backends.cpu_attention import attend
+from engine.backends.host_memory import host_memory
 from engine.backends.row_exact import RowExactMode
 from engine.errors import WorkerFailure
 
@@ -30,6 +30,10 @@ class CpuBackend(DeviceBackend):
     def __init__(self) -> None:
         self._row_exact_mode = RowExactMode()
         self._is_row_exact = False
+
+    def count_devices(self) -> int:
+        """Return 1: all cores are one device."""
+        return 1
 
     def bind(self, device_id: int, num_threads: int | None) -> str:
         """Set the number of threads; the CPU has one device, number 0."""
@@ -48,9 +52,9 @@ class CpuBackend(DeviceBackend):
         """Do nothing: every operation is done when it returns."""
 
     def memory_info(self) -> MemoryInfo:
-        """Return the memory that the host could give away."""
-        memory = psutil.virtual_memory()
-        return MemoryInfo(free_bytes=memory.available, total_bytes=memory.total)
+        """Return the memory that the host, or the container, could give away."""
+        free_bytes, total_bytes = host_memory()
+        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def classify_error(self, error: BaseException) -> WorkerFailure:
         """Tell a failed allocation from everything else."""

@@ -60,17 +60,22 @@ class StepPlan:
         entry.new_block_ids.extend(new_block_ids)
         self.budget -= count
 
-    def hold_back(self, request: InferRequest) -> None:
-        """Keep a request out of this step, so that it can be preempted when the last is back."""
-        self.preempt(request)
-        self.held_back.add(request.uid)
+    def hold_back(self, request: InferRequest) -> list[int]:
+        """Keep a request out of this step, so that it can be preempted when the last is back.
 
-    def preempt(self, request: InferRequest) -> None:
-        """Take a request out of this step, since blocks ran out."""
-        entry = self.entries.pop(request.uid, None)
-        if entry is not None:
-            self.budget += entry.num_scheduled_tokens
+        Returns the blocks that it was given for this step: the worker will not hear of them.
+        """
+        self.held_back.add(request.uid)
+        return self.preempt(request)
+
+    def preempt(self, request: InferRequest) -> list[int]:
+        """Take a request out of this step, since blocks ran out; return those it was given."""
         self.is_short_of_blocks = True
+        entry = self.entries.pop(request.uid, None)
+        if entry is None:
+            return []
+        self.budget += entry.num_scheduled_tokens
+        return entry.new_block_ids
 
     def seal(
         self,

@@ -92,11 +92,6 @@ class Scheduler:
         return bool(self.num_waiting or self._running or self._in_flight)
 
     @property
-    def oldest_step_id(self) -> int:
-        """Number of the step whose result is due next; one must be in flight."""
-        return self._in_flight[0].batch.step_id
-
-    @property
     def can_schedule(self) -> bool:
         """True when another step may be handed out."""
         return len(self._in_flight) < self._config.num_steps_in_flight
@@ -106,9 +101,10 @@ class Scheduler:
         """KV blocks that are free."""
         return self._cache.usage.num_free_blocks
 
-    def running_request_ids(self) -> tuple[str, ...]:
-        """Return the ids of the requests that own blocks."""
-        return tuple(request.request_id for request in self._running)
+    def in_flight_request_ids(self) -> tuple[str, ...]:
+        """Return the ids of the living requests that have a step in flight."""
+        in_flight = (r.request_id for r in self._running if r.num_inflight_steps)
+        return tuple(dict.fromkeys(in_flight))  # samples of one prompt have one id
 
     def wake_at(self) -> float | None:
         """Return when `schedule` may have something to do although nobody arrived."""
@@ -260,7 +256,8 @@ class Scheduler:
         while (new_blocks := self._cache.try_grow(request, target)) is None:
             victim = self._running.choose_victim()
             if victim.num_inflight_steps:
-                plan.hold_back(victim)  # its step must come back before its blocks can
+                # Its step must come back before its blocks can.
+                self._cache.shrink(victim, plan.hold_back(victim))
                 return
             self._preempt(plan, victim)
             if victim is request:
@@ -305,7 +302,8 @@ class Scheduler:
         if not self._cache.try_admit(request, num_tokens, num_spare_blocks=num_spare):
             return False
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            # Tokens that it begins with may be cached too, and are no part of the prompt.
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.transition_to(RequestState.READY)
         return True
 

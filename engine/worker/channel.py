@@ -1,5 +1,8 @@
 """The pipe between the main process and a worker: whole messages, never torn ones."""
 
+import os
+import socket
+import struct
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -10,6 +13,10 @@ class ChannelClosedError(Exception):
     """The other side is gone."""
 
 
+class ChannelStuckError(Exception):
+    """The other side is there, but does not read."""
+
+
 class Channel:
     """One end of the pipe. Not for two threads at once in the same direction."""
 
@@ -17,9 +24,14 @@ class Channel:
         self._connection = connection
 
     @staticmethod
-    def pair() -> tuple["Channel", "Channel"]:
-        """Return the two ends of a new pipe: the main process's and the worker's."""
+    def pair(send_timeout_seconds: float) -> tuple["Channel", "Channel"]:
+        """Return the two ends of a new pipe: the main process's and the worker's.
+
+        A message that is larger than the pipe waits for its reader; the main process waits for
+        send_timeout_seconds at most, so that a worker that hangs does not take it along.
+        """
         ours, theirs = Pipe(duplex=True)
+        _limit_sending(ours, send_timeout_seconds)
         return Channel(ours), Channel(theirs)
 
     @staticmethod
@@ -43,9 +55,12 @@ class Channel:
 
         Raises:
             ChannelClosedError: the other side is gone.
+            ChannelStuckError: it has not read for too long; the pipe is of no use any more.
         """
         try:
             self._connection.send_bytes(encode(message))
+        except BlockingIOError as error:
+            raise ChannelStuckError(str(error)) from error
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
@@ -78,3 +93,11 @@ class Channel:
             return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise ChannelClosedError(str(error)) from error
+
+
+def _limit_sending(connection: Connection, timeout_seconds: float) -> None:
+    seconds = max(int(timeout_seconds), 0)
+    microseconds = max(int((timeout_seconds - seconds) * 1e6), 1)  # 0 in all would mean for ever
+    limit = struct.pack("ll", seconds, microseconds)
+    with socket.socket(fileno=os.dup(connection.fileno())) as endpoint:
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -28,10 +28,15 @@ def count_blocks(
     num_sharing_ranks is how many ranks have a pool in the memory of this one device.
 
     Raises:
-        ConfigError: not even one block fits, with the numbers.
+        ConfigError: not even one block fits, or not what the configuration names, with numbers.
+        WorkerError: what the configuration names would fit if others used less.
     """
     block_bytes = config.block_size * sum(layout.bytes_per_token(dtype) for layout in layouts)
     if config.num_blocks is not None:
+        backend.check_memory(
+            config.num_blocks * block_bytes * num_sharing_ranks,
+            f"engine.cache.num_blocks {config.num_blocks}, {block_bytes} bytes each",
+        )
         logger.info("kv cache: num_blocks=%d as configured", config.num_blocks)
         return config.num_blocks
     memory = backend.memory_info()

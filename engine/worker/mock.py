@@ -4,6 +4,9 @@ The answer is a function of the prompt's tokens, the sampling key and the seed, 
 nothing that a kill, a batch or another number of shards could change.
 """
 
+import logging
+import os
+import signal
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,10 +20,15 @@ from engine.messages import NewRequest, SamplerSpec, ScheduleBatch, StepDone, Wo
 from engine.model_source import MOCK_EOS_TOKEN_ID
 from engine.worker.runner import Runner
 
+logger = logging.getLogger(__name__)
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      ."
 _FIRST_BYTE = 3
 _MAX_ANSWER_TOKENS = 48
 _DEFAULT_NUM_BLOCKS = 16384
+
+
+class _DeviceLostError(Exception):
+    """The mock device is gone, as mock_device_lost_after_steps demands."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +51,8 @@ class MockRunner(Runner):
         self._step_seconds = config.runtime.mock_step_seconds
         self._num_blocks = config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
         self._max_tokens = config.runtime.mock_max_step_tokens
+        self._crash_text = (config.runtime.mock_crash_text or "").encode()
+        self._steps_until_lost = config.runtime.mock_device_lost_after_steps
         self._answers: dict[int, _Answer] = {}
 
     def load(self) -> int:
@@ -57,6 +67,7 @@ class MockRunner(Runner):
         started = time.perf_counter()
         if self._step_seconds:
             time.sleep(self._step_seconds)
+        self._play_trouble(batch)
         for uid in (*batch.preempted, *batch.finished):
             self._answers.pop(uid, None)
         scheduled = [(item.uid, item.num_scheduled_tokens) for item in batch.running]
@@ -91,6 +102,8 @@ class MockRunner(Runner):
 
     def classify_error(self, error: BaseException) -> str:
         """Tell the mock's own lack of memory from a bug."""
+        if isinstance(error, _DeviceLostError):
+            return WorkerFailure.DEVICE_LOST.value
         is_memory = isinstance(error, MemoryError)
         return (WorkerFailure.OUT_OF_MEMORY if is_memory else WorkerFailure.OTHER).value
 
@@ -101,6 +114,21 @@ class MockRunner(Runner):
     def close(self) -> None:
         """Forget every answer."""
         self._answers = {}
+
+    def _play_trouble(self, batch: ScheduleBatch) -> None:
+        """Die of a poison row, or lose the device, where the configuration says so."""
+        if self._crash_text and any(self._is_poison(new) for new in batch.new):
+            logger.error("step %d has a row with mock_crash_text", batch.step_id)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._steps_until_lost is not None:
+            self._steps_until_lost -= 1
+            if self._steps_until_lost < 0:
+                raise _DeviceLostError("the mock device is lost")
+
+    def _is_poison(self, new: NewRequest) -> bool:
+        """Tell whether the text is in a prompt: the mock's tokens are bytes."""
+        values = (token - _FIRST_BYTE for token in new.token_ids[: new.num_prompt_tokens])
+        return self._crash_text in bytes(value for value in values if 0 <= value < 256)
 
 
 def _answer(new: NewRequest) -> _Answer:

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
 from engine.model_source import ModelSource
-from engine.models import load_model
+from engine.models import count_weight_bytes, load_model
 from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import allocate_pool, count_blocks
 from engine.worker.logprobs import score
@@ -21,6 +21,8 @@ from engine.worker.model_input import ModelInput, SlotTable
 from engine.worker.row_check import check_rows
 from engine.worker.runner import Runner
 from engine.worker.sampler import sample
+
+_GIB = 1 << 30
 
 
 class ModelRunner(Runner):
@@ -30,6 +32,7 @@ class ModelRunner(Runner):
         self._config = config
         self._source = ModelSource.inspect(config)
         self._backend = load_backend(config.device)
+        self._backend.check_device(start.device_id)
         num_threads = share_of_threads(config.runtime.num_threads, start.world_size)
         self.device = self._backend.bind(start.device_id, num_threads)
         self.dtype = self._source.dtype
@@ -40,6 +43,8 @@ class ModelRunner(Runner):
             )
         if config.deterministic:
             self._backend.row_exact()  # refuses before anything is loaded
+        # Before the ranks meet, so that none loads while another still looks at what is free.
+        self._check_memory(start.world_size)
         self._group = ParallelGroup.join(
             Rendezvous(
                 folder=Path(start.rendezvous_dir),
@@ -55,6 +60,19 @@ class ModelRunner(Runner):
         self._slots = SlotTable(
             block_size=config.cache.block_size,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+
+    def _check_memory(self, world_size: int) -> None:
+        cache = self._config.cache
+        cache_gib = 0.0 if cache.num_blocks is not None else cache.kv_cache_gib or 0.0
+        weight_bytes = count_weight_bytes(
+            self._source.path,
+            getattr(torch, self.dtype),
+            num_copies=world_size if self._backend.name == "cpu" else 1,
+        )
+        self._backend.check_memory(
+            weight_bytes + int(cache_gib * _GIB),
+            f"weights {weight_bytes / _GIB:.2f} in {self.dtype}, KV cache {cache_gib:.2f}",
         )
 
     def load(self) -> int:

@@ -5,10 +5,12 @@ The same object serves a pipe in a process of its own, and direct calls when run
 
 import logging
 import os
+import threading
 import time
+from queue import SimpleQueue
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TokenmillError
 from engine.messages import (
     AllocateCache,
     CacheAllocated,
@@ -63,7 +65,7 @@ class ModelWorker:
             logger.exception("worker cannot start")
             return StartFailed(
                 is_config_error=isinstance(error, ConfigError),
-                message=str(error) if isinstance(error, ConfigError) else repr(error),
+                message=str(error) if isinstance(error, TokenmillError) else repr(error),
             )
         seconds = time.perf_counter() - started
         logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
@@ -111,12 +113,31 @@ def _make_runner(config: EngineConfig, start: StartWorker) -> Runner:
 
 
 def serve(channel: Channel) -> None:
-    """Answer messages until Shutdown or until the main process is gone."""
+    """Answer messages until Shutdown or until the main process is gone.
+
+    A thread of its own reads. If one thread did both, then with two large messages each side
+    could wait for the other to read, for ever.
+    """
     worker = ModelWorker()
+    inbox: SimpleQueue[ToWorker | None] = SimpleQueue()
+    threading.Thread(target=_read, args=(channel, inbox), name="reader", daemon=True).start()
     try:
-        while (reply := worker.handle(channel.receive_in_worker())) is not None:
+        while (message := inbox.get()) is not None:
+            if (reply := worker.handle(message)) is None:
+                break
             channel.send(reply)
     except ChannelClosedError:
         logger.info("the main process is gone")
     finally:
         worker.close()
+
+
+def _read(channel: Channel, inbox: "SimpleQueue[ToWorker | None]") -> None:
+    """Pass on what the main process sends, and at its end None."""
+    try:
+        while True:
+            inbox.put(channel.receive_in_worker())
+    except ChannelClosedError:
+        logger.info("the pipe to the main process has ended")
+    finally:
+        inbox.put(None)

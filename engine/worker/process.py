@@ -5,8 +5,10 @@ A worker's faults come out here as WorkerError, with the path of its log and its
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,12 +19,11 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import WorkerError, WorkerFailure
 from engine.messages import FromWorker, Shutdown, StartFailed, StepFailed, ToWorker
-from engine.worker.channel import Channel, ChannelClosedError
+from engine.worker import log_files
+from engine.worker.channel import Channel, ChannelClosedError, ChannelStuckError
 from engine.worker.model_worker import ModelWorker
 
 logger = logging.getLogger(__name__)
-_LOG_TAIL_BYTES = 4096
-_LOG_TAIL_LINES = 12
 _STOP_SECONDS = 10
 # After the failure of one rank, how long to look for a rank whose death may be the reason.
 _AFTERMATH_SECONDS = 1.0
@@ -42,16 +43,56 @@ def _spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenmill-spawner")
 
 
+class BusyFlag:
+    """Tells whether a worker has been asked something that it has not answered.
+
+    Any thread may look: one that closes the engine, or shows its state, beside the driver.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+
+    @property
+    def is_set(self) -> bool:
+        """True while an answer is due."""
+        with self._lock:
+            return self._num_open > 0
+
+    def note_question(self) -> None:
+        """Set the flag: a message is about to be handed out."""
+        with self._lock:
+            self._num_open += 1
+
+    def note_answer(self) -> None:
+        """Clear the flag, unless more answers are due."""
+        with self._lock:
+            self._num_open -= 1
+
+
 class WorkerProcess:
-    """One rank in a process of its own."""
+    """One rank in a process of its own.
+
+    Raises:
+        WorkerError: the operating system starts no process.
+    """
 
     def __init__(self, config: EngineConfig, rank: int, log_path: Path) -> None:
         self._config = config
         self._rank = rank
         self.log_path = log_path
-        self.channel, theirs = Channel.pair()
-        self._process = _spawner().submit(self._spawn, theirs).result()
-        theirs.close()
+        self.busy = BusyFlag()
+        self.channel, theirs = Channel.pair(config.runtime.watchdog_seconds)
+        try:
+            self._process = _spawner().submit(self._spawn, theirs).result()
+        except OSError as error:
+            self.channel.close()
+            raise WorkerError(
+                f"no process can be started for worker rank {rank}: {error}",
+                failure=WorkerFailure.START_FAILED,
+            ) from error
+        finally:
+            theirs.close()
 
     @property
     def pid(self) -> int:
@@ -59,11 +100,22 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Send one message; a worker that is gone is reported by `receive`."""
+        """Send one message that will be answered.
+
+        Raises:
+            WorkerError: the worker is dead, or so stuck that it takes no message.
+        """
+        self.busy.note_question()
         try:
             self.channel.send(message)
         except ChannelClosedError as error:
             raise self._death() from error
+        except ChannelStuckError as error:
+            raise WorkerError(
+                f"worker rank {self._rank} (pid {self.pid}) has taken no message for "
+                f"{self._config.runtime.watchdog_seconds:.0f} s{self.log_hint()}",
+                failure=WorkerFailure.TIMEOUT,
+            ) from error
 
     def receive(self, timeout_seconds: float) -> FromWorker:
         """Return the next answer.
@@ -78,16 +130,18 @@ class WorkerProcess:
                 failure=WorkerFailure.TIMEOUT,
             )
         try:
-            return self.channel.receive_from_worker()
+            reply = self.channel.receive_from_worker()
         except ChannelClosedError as error:
             raise self._death() from error
+        self.busy.note_answer()
+        return reply
 
     def ask_to_stop(self) -> None:
         """Tell the worker that no message follows."""
         try:
             self.channel.send(Shutdown())
-        except ChannelClosedError:
-            logger.debug("worker rank %d is gone already", self._rank)
+        except (ChannelClosedError, ChannelStuckError):
+            logger.debug("worker rank %d is gone already, or will have to be killed", self._rank)
 
     def stop(self) -> None:
         """Wait until the worker, which was asked to stop, has ended; kill it if it does not."""
@@ -96,27 +150,30 @@ class WorkerProcess:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             logger.warning("worker rank %d does not end, killing it", self._rank)
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
     def kill(self) -> None:
-        """End a worker that failed, without asking."""
+        """End the worker without asking, if it lives."""
         self.channel.close()
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error(  # noqa: TRY400 - the trace says nothing
+                "worker rank %d (pid %d) was killed, but a driver of its device holds it; the "
+                "device may be of no use until it has ended",
+                self._rank,
+                self.pid,
+            )
 
     def log_hint(self) -> str:
         """Return the path of the log and its last lines, as the end of a message."""
-        with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-            lines = log.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
-        return f"; its log {self.log_path} ends with:\n  " + "\n  ".join(lines or ["(empty)"])
+        return log_files.tail(self.log_path)
 
     def _spawn(self, theirs: Channel) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "engine.worker"]
         arguments = [str(theirs.file_descriptor), str(os.getpid()), self._config.log_level]
-        with self.log_path.open("ab") as log:
+        with log_files.opened_for_worker(self.log_path) as log:
             return subprocess.Popen(
                 command + arguments,
                 stdin=subprocess.DEVNULL,
@@ -127,12 +184,20 @@ class WorkerProcess:
             )
 
     def _death(self) -> WorkerError:
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return WorkerError(
-            f"worker rank {self._rank} (pid {self.pid}) {how}{self.log_hint()}",
+            f"worker rank {self._rank} (pid {self.pid}) {self._end()}{self.log_hint()}",
             failure=WorkerFailure.DIED,
         )
+
+    def _end(self) -> str:
+        """Say how the process ended."""
+        try:
+            code = self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "has closed its pipe, but does not end"
+        if code == -signal.SIGKILL:
+            return "was killed by signal 9, as the kernel does when memory runs out"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 class InlineWorker:
@@ -141,16 +206,19 @@ class InlineWorker:
     def __init__(self) -> None:
         self._worker = ModelWorker()
         self._replies: deque[FromWorker] = deque()
+        self.busy = BusyFlag()
         self.pid = os.getpid()
 
     def send(self, message: ToWorker) -> None:
         """Handle the message at once and keep the answer."""
+        self.busy.note_question()
         reply = self._worker.handle(message)
         if reply is not None:
             self._replies.append(reply)
 
     def receive(self, timeout_seconds: float) -> FromWorker:
         """Return the oldest answer."""
+        self.busy.note_answer()
         return self._replies.popleft()
 
     def ask_to_stop(self) -> None:

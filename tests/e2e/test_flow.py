@@ -65,7 +65,7 @@ class TestFlow:
 
         config = make_job(tmp_path, questions(9), shards=3)
         state = run_flow(config)
-        assert (state.name, state.message) == ("Completed", "9 ok, 0 failed")
+        assert (state.name, state.message.split(";")[0]) == ("Completed", "9 ok, 0 failed")
         assert task_runs_of(state) == {
             "shard-0000": "Completed", "shard-0001": "Completed", "shard-0002": "Completed",
         }  # fmt: skip
@@ -87,7 +87,7 @@ class TestFlow:
 
     def test_failed_rows_do_not_fail_the_flow(self, tmp_path: Path) -> None:
         state = run_flow(make_job(tmp_path, [*questions(2), "{"]))
-        assert (state.name, state.message) == ("Completed", "2 ok, 1 failed")
+        assert (state.name, state.message.split(";")[0]) == ("Completed", "2 ok, 1 failed")
 
     def test_a_failed_shard_leaves_the_others_their_work_and_says_how_to_go_on(
         self, tmp_path: Path
@@ -123,7 +123,7 @@ class TestFlow:
         with JobRun.open(config) as run:
             run.run_shard(0)
         state = run_flow(config)
-        assert state.message == "4 ok, 0 failed"
+        assert state.message.split(";")[0] == "4 ok, 0 failed"
         assert list(task_runs_of(state)) == ["shard-0001"]
 
 

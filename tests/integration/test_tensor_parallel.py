@@ -209,11 +209,11 @@ def test_step_that_fails_on_a_rank_is_not_tried_again(tmp_path: Path) -> None:
     engine.start()
     try:
         unknown = Running(uid=99, num_scheduled_tokens=1, new_block_ids=[])
-        engine.submit(
+        step = engine.submit(
             ScheduleBatch(step_id=0, new=[], running=[unknown], preempted=[], finished=[])
         )
         with pytest.raises(WorkerError, match=r"a step failed in worker \(pid \d+\): KeyError"):
-            engine.collect()
+            step.result()
     finally:
         engine.stop()
 

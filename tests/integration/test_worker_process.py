@@ -96,6 +96,21 @@ def test_a_worker_that_is_silent_for_too_long_is_killed(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
+def test_a_poison_row_kills_the_mock_worker_each_time_and_nothing_else_does(
+    tmp_path: Path,
+) -> None:
+    llm = OfflineInference(mock_config(tmp_path, mock_crash_text="row of poison"))
+    poison = GenerateRequest(request_id="bad", prompt="a row of poison, this")
+    for _ in range(2):
+        with llm, pytest.raises(WorkerError, match="killed by signal 9") as caught:
+            llm.generate([*rows(3), poison])
+        assert caught.value.failure is WorkerFailure.DIED
+        assert "bad" in caught.value.request_ids
+        assert "has a row with mock_crash_text" in str(caught.value)
+    with llm:
+        assert len(llm.generate([*rows(3), "poison row"])) == 4
+
+
 PARENT = """
 import sys
 from engine import EngineConfig, OfflineInference

@@ -99,6 +99,20 @@ def test_admission_that_fails_changes_nothing() -> None:
     cache.check_integrity([])
 
 
+def test_growth_that_came_to_nothing_is_taken_back() -> None:
+    cache = make_cache(4)
+    request = infer_request(1, [1] * 4)
+    assert cache.try_admit(request, 4)
+    kept = list(request.block_ids)
+    new = cache.try_grow(request, 9)
+    assert new is not None
+    cache.shrink(request, new)
+    assert request.block_ids == kept
+    assert cache.usage.num_free_blocks == 3
+    cache.shrink(request, [])
+    assert request.block_ids == kept
+
+
 def test_an_equal_beginning_is_taken_from_the_cache() -> None:
     cache = make_cache()
     run_to_the_end(cache, infer_request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))

@@ -85,8 +85,9 @@ class TestWrongFields:
         assert message in complaint(tmp_path, **changes)
 
     def test_a_key_like_no_other_is_told_which_there_are(self, tmp_path: Path) -> None:
-        assert "output.zzz: no such key; known: path, result_prefix" in complaint(
-            tmp_path, output__zzz=1
+        assert (
+            "output.zzz: no such key; known: path, format, errors_path, result_prefix"
+            in complaint(tmp_path, output__zzz=1)
         )
 
     def test_every_wrong_field_is_listed_at_once(self, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ class TestResolve:
             origin="test",
         )  # fmt: skip
         config = resolve(relative)
-        assert config.sources[0].path == tmp_path / "rows.jsonl"
+        assert config.sources[0].path == str(tmp_path / "rows.jsonl")
         assert config.engine.model_path == str(tmp_path / "m")
         assert config.engine.tokenizer_path == str(tmp_path / "t")
         assert config.engine.chat.chat_template == str(tmp_path / "mine.jinja")

@@ -45,8 +45,9 @@ def test_example_stays_valid_with_every_line_that_is_commented_out(tmp_path: Pat
 
 def test_demo_job_reads_what_the_demo_prepares():
     config = load_job_config(JOBS / "demo.yaml")
-    folder = config.sources[0].path.parent
-    assert config.sources[0].path == folder / PROMPTS_NAME
+    path = Path(config.sources[0].path)
+    folder = path.parent
+    assert path.name == PROMPTS_NAME
     assert Path(config.engine.model_path) == folder / MODEL_NAME
     assert (config.sources[0].limit, config.shards) == (64, 4)
     assert config.sampling.is_greedy

@@ -1,21 +1,29 @@
 """Jobs, resume and commits; every test runs on SQLite and on PostgreSQL."""
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ledger_builders import (
+    ELSEWHERE,
     acquire,
     assert_counters_equal_rows,
     error_row,
+    lose,
     new_job,
     ok_row,
     skipped_row,
     stored,
 )
+from sqlalchemy import Connection
 
-from engine import LedgerError
-from flows.ledger import Ledger
+from engine import LedgerError, TokenLogprob
+from flows.database import LedgerUnreachableError
+from flows.ledger import Ledger, Owner, PartialRow
+from flows.logprob_blob import StoredLogprobs
 from flows.schema import JobState, ShardState
 
 
@@ -183,14 +191,115 @@ def test_a_bad_row_cannot_take_the_place_of_a_result(ledger: Ledger) -> None:
     assert stored(ledger, job) == [ok_row(1)]
 
 
-def test_done_rows_are_those_of_the_range_with_both_ends(ledger: Ledger) -> None:
+def test_done_samples_are_those_of_the_range_with_both_ends(ledger: Ledger) -> None:
     job = ledger.create_job(new_job(num_shards=1))
-    sample = replace(ok_row(3), sample_index=1)
-    ledger.commit(
-        acquire(ledger, job), [ok_row(0), ok_row(3), sample, error_row(5), skipped_row(6)]
+    samples = [replace(ok_row(3), sample_index=index, num_samples=3) for index in (0, 2)]
+    ledger.commit(acquire(ledger, job), [ok_row(0), *samples, error_row(5), skipped_row(6)])
+    done = ledger.done_samples(job.job_key, 3, 5)
+    assert done == {3: ({0, 2}, 3), 5: ({0}, 1)}
+    assert [done[3].is_complete, done[5].is_complete] == [False, True]
+    assert ledger.done_samples(job.job_key, 7, 9) == {}
+
+
+def test_a_row_counts_when_its_last_sample_is_there_and_as_its_worst_sample(
+    ledger: Ledger,
+) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    lease = acquire(ledger, job)
+    first, second = (replace(ok_row(2), sample_index=index, num_samples=2) for index in (0, 1))
+    failed = replace(error_row(2), sample_index=1, num_samples=2)
+    ledger.commit(lease, [first])
+    assert (ledger.get_job("job").num_ok, ledger.get_job("job").num_pending) == (0, 10)
+    assert ledger.commit(lease, [failed]) == 1
+    assert (ledger.get_job("job").num_error, ledger.get_job("job").num_pending) == (1, 9)
+    assert ledger.commit(lease, [second]) == 0  # an error may be replaced, and only an error
+    counted = ledger.get_job("job")
+    assert (counted.num_ok, counted.num_error, counted.num_pending) == (1, 0, 9)
+    assert counted.num_prompt_tokens == first.num_prompt_tokens  # one prompt, two samples
+    assert counted.num_output_tokens == 2 * first.num_output_tokens
+    ledger.release_shard(lease, ShardState.INTERRUPTED)
+    ledger.reshard(job.job_key, 5)  # counts anew from the rows
+    recounted = ledger.list_shards(job.job_key)[1]
+    assert (recounted.num_ok, recounted.num_prompt_tokens) == (1, first.num_prompt_tokens)
+
+
+def test_partials_and_suspicions_go_with_the_result(ledger: Ledger) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    lease = acquire(ledger, job)
+    told = TokenLogprob(5, -0.5, 1, ((5, -0.5),))
+    finished = PartialRow(row_index=3, token_ids=(1, 2), text="a turn")
+    going_on = PartialRow(
+        row_index=3, turn_index=1, token_ids=(5,), logprobs=StoredLogprobs(output=(told,))
     )
-    assert ledger.done_rows(job.job_key, 3, 5) == {(3, 0), (3, 1), (5, 0)}
-    assert ledger.done_rows(job.job_key, 7, 9) == set()
+    other = PartialRow(row_index=4, sample_index=1, token_ids=(9,))
+    ledger.save_partials(lease, [finished, other])
+    ledger.save_partials(lease, [finished, going_on])
+    assert ledger.partials_of(job.job_key, 0, 9) == [finished, going_on, other]
+    ledger.add_suspects(lease, [3, 4])
+    ledger.add_suspects(lease, [4, 5])
+    assert ledger.suspects_of(job.job_key, 0, 9) == {3: 1, 4: 2, 5: 1}
+    ledger.commit(lease, [ok_row(3), replace(ok_row(4), num_samples=2)])
+    assert ledger.partials_of(job.job_key, 0, 9) == [other]  # of a sample that has no result
+    assert ledger.suspects_of(job.job_key, 0, 9) == {5: 1}
+
+
+def test_partials_and_suspicions_need_the_lease(ledger: Ledger) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    lease = acquire(ledger, job)
+    lose(ledger, lease)
+    with pytest.raises(LedgerError, match="was lost"):
+        ledger.save_partials(lease, [PartialRow(row_index=3, token_ids=(1,))])
+    with pytest.raises(LedgerError, match="was lost"):
+        ledger.add_suspects(lease, [3])
+    assert ledger.partials_of(job.job_key, 0, 9) == []
+    assert ledger.suspects_of(job.job_key, 0, 9) == {}
+
+
+def test_a_commit_that_comes_twice_because_the_server_went_away_counts_once(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    lease = acquire(ledger, job)
+    write_once = ledger.database._write_once
+    outcomes: list[str] = []
+
+    def lose_the_answer(work: Callable[[Connection], Any]) -> Any:
+        result = write_once(work)
+        if not outcomes:
+            outcomes.append("lost")
+            raise LedgerUnreachableError("server closed the connection unexpectedly")
+        return result
+
+    monkeypatch.setattr(ledger.database, "_write_once", lose_the_answer)
+    monkeypatch.setattr("flows.database._OUTAGE_PAUSE_SECONDS", 0.01)
+    ledger.commit(lease, [ok_row(0), ok_row(1)])
+    assert outcomes == ["lost"]
+    assert ledger.get_job("job").num_ok == 2
+    assert_counters_equal_rows(ledger, "job")
+
+
+def test_only_one_process_drives_a_job(ledger: Ledger) -> None:
+    job = ledger.create_job(new_job())
+    me = Owner.current()
+    lease = ledger.acquire_job(job.job_key, owner=me, lease_seconds=60)
+    with pytest.raises(LedgerError, match=rf"job 'job' is driven by process {me.pid} on host"):
+        ledger.acquire_job(job.job_key, owner=ELSEWHERE, lease_seconds=60)
+    ledger.release_job(lease, JobState.INTERRUPTED)
+    heir = ledger.acquire_job(job.job_key, owner=ELSEWHERE, lease_seconds=60)
+    for write in (ledger.renew_job, lambda old: ledger.release_job(old, JobState.FAILED)):
+        with pytest.raises(LedgerError, match="drives the job no longer: process 1 on host else"):
+            write(lease)
+    assert ledger.get_job("job").state is JobState.INTERRUPTED
+    ledger.renew_job(heir)
+
+
+def test_a_driver_that_is_gone_or_silent_is_replaced(ledger: Ledger) -> None:
+    job = ledger.create_job(new_job())
+    dead = replace(Owner.current(), start_time=1)
+    for owner, lease_seconds in ((dead, 3600), (ELSEWHERE, 0.001), (Owner.current(), 60)):
+        time.sleep(0.01)
+        ledger.acquire_job(job.job_key, owner=owner, lease_seconds=lease_seconds)
+    assert ledger.get_job("job").lease_owner == str(Owner.current())
 
 
 def test_threads_share_a_ledger_and_lose_nothing(ledger: Ledger) -> None:
@@ -202,7 +311,7 @@ def test_threads_share_a_ledger_and_lose_nothing(ledger: Ledger) -> None:
             lease = acquire(ledger, job, shard_index)
             for row_index in range(lease.first_row, lease.first_row + lease.num_rows, 5):
                 ledger.commit(lease, [ok_row(index) for index in range(row_index, row_index + 5)])
-                ledger.done_rows(job.job_key, 0, 399)
+                ledger.done_samples(job.job_key, 0, 399)
             ledger.release_shard(lease, ShardState.DONE)
         except BaseException as error:  # noqa: BLE001
             failures.append(error)

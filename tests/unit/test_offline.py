@@ -16,6 +16,7 @@ from engine import (
     SamplingParams,
     StreamedToken,
     WorkerError,
+    WorkerFailure,
 )
 from engine.messages import ScheduleBatch, StepDone
 from engine.worker.mock import MockRunner
@@ -242,8 +243,9 @@ def test_every_sample_of_a_prompt_has_its_own_text_and_shares_the_prompts_blocks
         done = llm.generate([prompt, ""], params)
         again = llm.generate([prompt, ""], params)
     assert [(c.request_id, c.sample_index) for c in done] == [
-        ("0", 0), ("0", 1), ("0", 2), ("1", 0),
+        ("0", 0), ("0", 1), ("0", 2), ("1", 0), ("1", 1), ("1", 2),
     ]  # fmt: skip
+    assert [completion.error is None for completion in done] == [True] * 3 + [False] * 3
     assert len({completion.text for completion in done[:3]}) == 3
     assert [c.num_cached_tokens > 0 for c in done[:3]] == [False, True, True]
     assert [c.text for c in done] == [c.text for c in again]
@@ -286,6 +288,40 @@ def test_callback_that_raises_is_logged_once_and_nothing_else_notices(
     assert len(calls) == 1
     (record,) = [record for record in caplog.records if record.name == "engine.listeners"]
     assert "request_id=3" in record.getMessage()
+
+
+def test_mock_device_is_lost_after_so_many_steps_and_each_new_worker_begins_anew() -> None:
+    llm = OfflineInference(mock_config(runtime={"mock_device_lost_after_steps": 60}))
+    for _ in range(2):
+        with llm:
+            assert len(texts(llm.generate(["a"], GREEDY))) == 1
+            with pytest.raises(WorkerError, match="the mock device is lost") as caught:
+                llm.generate(prompts(200), GREEDY)
+        assert caught.value.failure is WorkerFailure.DEVICE_LOST
+        assert caught.value.request_ids
+
+
+def test_text_that_kills_the_worker_is_refused_where_the_worker_is_this_process() -> None:
+    with pytest.raises(
+        ValueError, match="mock_crash_text kills the process .* set inline to false"
+    ):
+        mock_config(runtime={"mock_crash_text": "poison"})
+
+
+def test_device_without_memory_for_one_token_names_the_rows_it_was_tried_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_runner: MockRunner, _batch: ScheduleBatch) -> StepDone:
+        raise MemoryError
+
+    monkeypatch.setattr(MockRunner, "execute", broken)
+    with (
+        OfflineInference(mock_config()) as llm,
+        pytest.raises(WorkerError, match="no memory for a step of one token") as caught,
+    ):
+        llm.generate([request("a")])
+    assert caught.value.failure is WorkerFailure.OUT_OF_MEMORY
+    assert caught.value.request_ids == ("a",)
 
 
 def test_step_that_fails_on_the_device_names_the_requests_in_flight(

@@ -143,12 +143,35 @@ def test_a_stop_string_of_characters_that_take_several_tokens_is_found(
     assert completion.text == "one "
 
 
-def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer: PretrainedTokenizer) -> None:
+@pytest.mark.parametrize(
+    ("min_tokens", "num_tokens", "text"),
+    [(0, 2, "a"), (1, 2, "a"), (2, 4, "a.b"), (3, 4, "a.b"), (4, 6, "a.b.c"), (5, 6, "a.b.c"),
+     (8, 9, "a.b.c.d.e"), (9, 9, "a.b.c.d.e")],
+)  # fmt: skip
+def test_min_tokens_come_before_the_token_that_completes_a_stop_string(
+    tokenizer: PretrainedTokenizer, min_tokens: int, num_tokens: int, text: str
+) -> None:
     token_ids = ids_of(tokenizer, "a.b.c.d.e")
     assert len(token_ids) == 9
-    completion = answer(tokenizer, token_ids, stop=".", min_tokens=5)
-    assert completion.text == "a.b.c"
-    assert len(completion.token_ids) == 6
+    completion = answer(tokenizer, token_ids, stop=".", min_tokens=min_tokens)
+    assert (len(completion.token_ids), completion.text) == (num_tokens, text)
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    token_ids = ids_of(tokenizer, "a.b.c.d.e")
+    completion = answer(tokenizer, token_ids, stop="b.c.", min_tokens=5)
+    assert (len(completion.token_ids), completion.text) == (6, "a.")
+
+
+def test_a_tail_that_was_held_back_is_not_searched_before_min_tokens(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    token_ids = [*ids_of(tokenizer, "ab"), ids_of(tokenizer, "\U0001f980")[0]]
+    for min_tokens, text in ((0, "ab"), (len(token_ids), "ab\ufffd")):
+        completion = answer(tokenizer, token_ids, stop="\ufffd", min_tokens=min_tokens)
+        assert completion.text == text
 
 
 @settings(deadline=None, max_examples=150)

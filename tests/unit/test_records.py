@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from engine import ConfigError, RequestErrorCode, SamplingParams
@@ -126,6 +126,14 @@ def test_a_limit_counts_bad_rows_and_skips_blank_lines(tmp_path: Path) -> None:
         (b'{"prompt": "\xff"}', RequestErrorCode.BAD_JSON, "0xff at position 13"),
         (b"\x1f\x8b\x08\x00", RequestErrorCode.BAD_JSON, "UTF-8"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", RequestErrorCode.BAD_JSON, "too many digits"),
+        (b'{"prompt": "a", "prompt": "b"}', RequestErrorCode.BAD_JSON, "the key 'prompt' is there"),
+        (b'{"prompt": "a", "x": {"y": 1, "y": 1}}', RequestErrorCode.BAD_JSON, "the key 'y' is"),
+        (b'{"prompt": "a", "x": "\\ud8"}', RequestErrorCode.BAD_JSON, "Invalid \\uXXXX escape"),
+        (b'{"prompt": "a\tb"}', RequestErrorCode.BAD_JSON, "Invalid control character"),
+        (b'{"prompt": "a\x00b"}', RequestErrorCode.BAD_JSON, "Invalid control character"),
+        (b'{"prompt": "a"}{"prompt": "b"}', RequestErrorCode.BAD_JSON, "Extra data at column 16"),
+        (b"{'prompt': 'a'}", RequestErrorCode.BAD_JSON, "double quotes"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', RequestErrorCode.BAD_JSON, "not valid JSON"),
         (b"null", RequestErrorCode.BAD_ROW, "found null"),
         (b"[1]", RequestErrorCode.BAD_ROW, "found an array"),
         (b"true", RequestErrorCode.BAD_ROW, "found a boolean"),
@@ -208,6 +216,21 @@ def test_a_lone_surrogate_reaches_the_model_as_a_replacement_character(tmp_path:
     assert first.columns["prompt"] == "a\ud800b \U0001f600"
     assert second.prompt == "\ufffd"
     assert third.messages == [{"role": "user", "content": [{"text": "\ufffd"}]}]
+
+
+def test_escapes_of_escapes_stay_what_they_are(tmp_path: Path) -> None:
+    content = rb'{"prompt": "a\\u0041 \\\\n \"{\\\"b\\\": 1}\" \u0041\u0000\n"}'
+    (row,) = read_rows(tmp_path, content)
+    assert isinstance(row, PromptRecord)
+    assert row.prompt == 'a\\u0041 \\\\n "{\\"b\\": 1}" A\x00\n'
+
+
+def test_a_torn_last_line_costs_that_row_alone(tmp_path: Path) -> None:
+    first, torn = read_rows(tmp_path, b'{"id": 1, "prompt": "a"}\n{"id":2,"te')
+    assert isinstance(first, PromptRecord)
+    assert isinstance(torn, BadRow)
+    assert (torn.row_id, torn.error.code) == ("rows:2", RequestErrorCode.BAD_JSON)
+    assert "rows.jsonl, line 2: not valid JSON" in torn.error.message
 
 
 def test_error_messages_hold_nothing_that_a_database_refuses(tmp_path: Path) -> None:
@@ -355,6 +378,11 @@ def test_any_bytes_give_one_row_for_each_line_that_is_not_blank(
     lines: list[bytes], tail: bytes, template: str | None
 ) -> None:
     content = b"\n".join(lines) + tail
+    # What is packed is refused as a whole, and has tests of its own.
+    assume(
+        not content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03"))
+    )
+    assume(not content.startswith((b"PAR1", b"ARROW1", b"\xff\xfe", b"\xfe\xff")))
     wanted = [
         number
         for number, line in enumerate(content.split(b"\n"), start=1)

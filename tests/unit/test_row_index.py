@@ -1,6 +1,7 @@
-"""RowIndex: what a plan wrote is there to read, by shard and by what is bad."""
+"""RowIndex: what a plan wrote is there to read, by range, by what is bad and by what is the same."""
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ def make_row(row_index: int, row_id: str | None = None, error_code: str | None =
     return IndexRow(
         row_index=row_index,
         source_index=0,
+        file_index=2,
         offset=row_index * 10,
         line=row_index + 1,
         row_id=row_id or f"id-{row_index}",
@@ -22,52 +24,39 @@ def make_row(row_index: int, row_id: str | None = None, error_code: str | None =
     )
 
 
-def write_index(path: Path, rows: list[IndexRow], *, num_shards: int = 1) -> None:
+def write_index(path: Path, rows: list[IndexRow]) -> int:
     with RowIndex.create(path) as builder:
         builder.insert(rows)
-        builder.publish(num_rows=len(rows), num_shards=num_shards)
+        return builder.publish()
 
 
-@pytest.mark.parametrize(("num_rows", "num_shards"), [(10, 3), (3, 3), (2, 5), (2500, 2)])
-def test_every_row_is_in_one_shard_and_shards_are_contiguous(
-    tmp_path: Path, num_rows: int, num_shards: int
-) -> None:
-    rows = [make_row(index) for index in range(num_rows)]
-    write_index(tmp_path / "index", rows, num_shards=num_shards)
-    with RowIndex.open(tmp_path / "index") as index:
-        shards = [list(index.rows_of_shard(shard)) for shard in range(num_shards)]
-        assert index.count == num_rows
-    found = [row for shard in shards for row in shard]
-    assert [row._replace(shard=None) for row in found] == rows
-    sizes = [len(shard) for shard in shards]
-    assert max(sizes) - min(sizes) <= 1
-    assert all(row.shard == number for number, shard in enumerate(shards) for row in shard)
+def all_rows(index: RowIndex) -> Iterator[IndexRow]:
+    return index.rows_between(0, index.count)
 
 
 def test_a_row_says_where_the_reader_finds_it(tmp_path: Path) -> None:
     write_index(tmp_path / "index", [make_row(0), make_row(1)])
     with RowIndex.open(tmp_path / "index") as index:
-        row = list(index.rows_of_shard(0))[1]
-    assert row.location == RowLocation(source_index=0, offset=10, line=2)
+        row = list(all_rows(index))[1]
+    assert row.location == RowLocation(source_index=0, file_index=2, offset=10, line=2)
 
 
-def test_bad_rows_are_found_over_all_shards_and_pages(tmp_path: Path) -> None:
+def test_bad_rows_are_found_over_all_pages(tmp_path: Path) -> None:
     rows = [make_row(index, error_code="bad_row" if index % 2 else None) for index in range(4001)]
-    write_index(tmp_path / "index", rows, num_shards=4)
+    write_index(tmp_path / "index", rows)
     with RowIndex.open(tmp_path / "index") as index:
         assert [row.row_index for row in index.bad_rows()] == list(range(1, 4001, 2))
 
 
-@pytest.mark.parametrize("batches", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1], [2]]])
-def test_two_rows_with_one_id_are_both_named(tmp_path: Path, batches: list[list[int]]) -> None:
-    ids = ["a", "b", "a"]
+def test_the_first_two_rows_with_one_id_are_named(tmp_path: Path) -> None:
+    ids = ["z", "b", "a", "c", "a", "b", "b"]
     with RowIndex.create(tmp_path / "index") as builder:
-        *good, last = [[make_row(index, ids[index]) for index in batch] for batch in batches]
-        for batch in good:
-            builder.insert(batch)
+        for start in (0, 3):
+            builder.insert([make_row(n, ids[n]) for n in range(start, min(start + 3, 7))])
+        builder.insert([make_row(6, ids[6])])
         with pytest.raises(DuplicateRowIdError) as caught:
-            builder.insert(last)
-    assert (caught.value.first.row_index, caught.value.second.row_index) == (0, 2)
+            builder.publish()
+    assert (caught.value.first.row_index, caught.value.second.row_index) == (1, 5)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +74,7 @@ def test_a_reader_goes_on_with_the_old_index_while_a_new_one_takes_its_place(
 ) -> None:
     write_index(tmp_path / "index", [make_row(index) for index in range(1500)])
     with RowIndex.open(tmp_path / "index") as index:
-        rows = index.rows_of_shard(0)
+        rows = all_rows(index)
         next(rows)
         write_index(tmp_path / "index", [make_row(0)])
         assert len(list(rows)) == 1499
@@ -131,8 +120,50 @@ def test_a_range_of_rows_is_read_whatever_the_shards_are(tmp_path: Path) -> None
     rows = [
         make_row(index, error_code="bad_row" if index == 1500 else None) for index in range(4000)
     ]
-    write_index(tmp_path / "index", rows, num_shards=3)
+    write_index(tmp_path / "index", rows)
     with RowIndex.open(tmp_path / "index") as index:
         assert [row.row_index for row in index.rows_between(1000, 3001)] == list(range(1000, 3001))
         assert [row.row_index for row in index.rows_between(0, 1)] == [0]
         assert list(index.rows_between(5, 5)) == []
+
+
+def foldable(row_index: int, request_hash: bytes, *, may_fold: int = 1) -> IndexRow:
+    return make_row(row_index)._replace(request_hash=request_hash, may_fold=may_fold)
+
+
+def test_rows_of_one_hash_follow_the_first_that_may_be_folded(tmp_path: Path) -> None:
+    rows = [
+        foldable(0, b"same", may_fold=0),
+        foldable(1, b"same"),
+        foldable(2, b"other"),
+        foldable(3, b"same"),
+        foldable(4, b"same", may_fold=0),
+        foldable(5, b"same"),
+    ]
+    assert write_index(tmp_path / "index", rows) == 2
+    with RowIndex.open(tmp_path / "index") as index:
+        leaders = [row.duplicate_of for row in all_rows(index)]
+        assert leaders == [None, None, None, 1, None, 1]
+        assert [row.row_index for row in index.followers_of(1, 0, 6)] == [3, 5]
+        assert [row.row_index for row in index.followers_of(1, 4, 6)] == [5]
+        assert [row.row_index for row in index.followers_of(1, 3, 5)] == [3]
+        assert list(index.followers_of(2, 0, 6)) == []
+
+
+def test_followers_are_found_over_all_pages(tmp_path: Path) -> None:
+    write_index(tmp_path / "index", [foldable(index, b"same") for index in range(3501)])
+    with RowIndex.open(tmp_path / "index") as index:
+        followers = [row.row_index for row in index.followers_of(0, 0, 3501)]
+    assert followers == list(range(1, 3501))
+
+
+def test_every_field_of_a_row_comes_back(tmp_path: Path) -> None:
+    row = IndexRow(
+        *(0, 1, 2, 3, 4, "id", 5, "bad_row", "why"),
+        is_skipped=1,
+        truncate_prompt_tokens=6,
+        request_hash=b"h" * 16,
+    )
+    write_index(tmp_path / "index", [row])
+    with RowIndex.open(tmp_path / "index") as index:
+        assert list(all_rows(index)) == [row]

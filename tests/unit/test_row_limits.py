@@ -1,13 +1,12 @@
-"""What a job allows one row: a time in which it must be answered, and one answer."""
+"""What a job allows one row: a time in which it must be answered."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_builders import job_mapping, make_job, questions, read_rows, run_job, stored_rows
+from job_builders import make_job, questions, read_rows, run_job, stored_rows
 
 from engine import ConfigError, ExitCode, SamplingParams
-from flows.job_file import validate_job_config
 from flows.preparation import output_path_of
 from flows.records import RecordReader
 
@@ -66,20 +65,3 @@ def test_a_row_whose_limit_is_no_time_is_a_bad_row(tmp_path: Path, value: Any) -
 def test_a_job_whose_limit_is_no_time_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match="row_timeout_seconds"):
         make_job(tmp_path, questions(1), row_timeout_seconds=value)
-
-
-def test_a_job_of_several_answers_a_row_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    mapping = job_mapping(tmp_path, questions(1), sampling={"n": 2, "max_tokens": 3})
-    with pytest.raises(ConfigError, match="sampling: .*n is 2, and a job keeps one answer"):
-        validate_job_config(mapping, origin="test")
-
-
-def test_a_row_that_wants_several_answers_fails_alone(tmp_path: Path) -> None:
-    greedy = {"id": "two", "prompt": "x", "sampling": {"n": 2}}
-    config = make_job(tmp_path, [greedy, {"prompt": "y", "sampling": {"n": 1}}], shards=1)
-    outcome, _ = run_job(config)
-    assert outcome.message == "1 ok, 1 failed"
-    failed, fine = stored_rows(config)
-    assert failed.error_code == "invalid_sampling_params"
-    assert "rows.jsonl, line 1: sampling parameter n is 2" in str(failed.error_message)
-    assert fine.text

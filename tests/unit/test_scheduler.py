@@ -178,6 +178,20 @@ def test_a_victim_whose_step_is_in_flight_is_held_back_until_it_can_be_preempted
     assert {0} not in steps, "the victim went on while the other waited for its blocks"
 
 
+def test_a_victim_that_is_held_back_gives_up_the_block_that_it_was_given_for_this_step() -> None:
+    rig = make_rig(num_blocks=15, block_size=1, enable_prefix_caching=False, num_steps_in_flight=2)
+    # The first takes the last block, and is held back for the second, which lacks one; before it
+    # can be preempted the third ends, and it goes on after all.
+    requests = [
+        infer_request(0, [1], max_tokens=6),
+        infer_request(1, [2] * 5, max_tokens=4),
+        infer_request(2, [3] * 5, max_tokens=2),
+    ]
+    rig.add(*requests)
+    rig.run()
+    assert [request.output_token_ids for request in requests] == list(map(answer_of, requests))
+
+
 def test_a_preempted_request_comes_back_before_those_that_came_later() -> None:
     rig = make_rig(num_blocks=5, max_num_seqs=2, enable_prefix_caching=False)
     early = [infer_request(uid, [uid] * 6, max_tokens=12) for uid in range(2)]
@@ -326,3 +340,18 @@ def test_a_step_that_comes_back_out_of_order_is_a_bug_that_shows() -> None:
     rig.worker.outputs.rotate()
     with pytest.raises(AssertionError, match="in order"):
         rig.scheduler.update(rig.worker.collect())
+
+
+def test_requests_in_flight_are_those_with_a_step_out_and_no_others():
+    rig = make_rig(
+        num_steps_in_flight=2, max_num_batched_tokens=4, max_num_seqs=4, max_prefill_fraction=1
+    )
+    rig.add(*(infer_request(uid, [1, 2, 3, 4]) for uid in range(3)))
+    assert rig.scheduler.in_flight_request_ids() == ()
+    rig.submit()
+    assert rig.scheduler.in_flight_request_ids() == ("request-0",)
+    rig.submit()  # a token of the first, and the beginning of the second
+    assert rig.scheduler.in_flight_request_ids() == ("request-0", "request-1")
+    rig.collect()
+    rig.collect()
+    assert rig.scheduler.in_flight_request_ids() == ()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
 from engine.errors import RequestError, RequestErrorCode
-from engine.request import FinishReason, InferRequest, RequestState
+from engine.request import FinishReason, InferRequest, PartialOutput, RequestState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ prompts = st.builds(
 def request_lists(draw: st.DrawFn) -> list[InferRequest]:
     # Some have their prompts scored; of these, some generate nothing.
     are_scored = draw(st.lists(st.booleans(), min_size=1, max_size=8))
-    return [
+    requests = [
         infer_request(
             uid,
             draw(prompts),
@@ -67,6 +67,13 @@ def request_lists(draw: st.DrawFn) -> list[InferRequest]:
         )
         for uid, is_scored in enumerate(are_scored)
     ]
+    for request in requests:
+        # Some go on from what an earlier run has left, up to all but the last token.
+        answer = answer_of(request)
+        count = draw(st.integers(0, max(len(answer) - 1, 0)))
+        begun = PartialOutput(request_id=request.request_id, token_ids=tuple(answer[:count]))
+        request.go_on_from(begun)
+    return requests
 
 
 interruptions = st.lists(

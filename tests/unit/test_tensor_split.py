@@ -303,6 +303,8 @@ def test_ranks_on_the_cpu_share_its_one_device() -> None:
         ({"pipeline_parallel_size": 2}, "does not split layers over devices; use tensor_parallel"),
         ({"tensor_parallel_size": 2}, "1 device_ids cannot be shared out"),
         ({"tensor_parallel_size": 2, "device_ids": [0, 1, 2]}, "3 device_ids cannot be shared out"),
+        ({"tensor_parallel_size": 2, "device_ids": [1, 1]}, "names a device twice"),
+        ({"device_ids": [-1]}, "greater than or equal to 0"),
         (
             {"tensor_parallel_size": 2, "device": "cpu", "runtime": {"inline": True}},
             "set runtime.inline to false",

@@ -371,6 +371,19 @@ def test_special_tokens_are_left_in_the_text_where_that_is_asked_for(
     assert "".join(decoder.push(token) for token in ids) + decoder.finish() == text
 
 
+def test_the_texts_of_single_tokens_make_up_the_text(tokenizer: PretrainedTokenizer) -> None:
+    text = "cat\nthe quick brown fox, the dog"
+    token_ids = encode(tokenizer, prompt=text)[1:]  # without the BOS
+    # SentencePiece begins a text with a space.
+    assert "".join(map(tokenizer.token_text, token_ids)).removeprefix(" ") == text
+
+
+def test_a_special_token_and_half_a_character_have_a_text(tokenizer: PretrainedTokenizer) -> None:
+    assert tokenizer.token_text(1) == tiny_model.EOS
+    halves = [tokenizer.token_text(token) for token in encode(tokenizer, prompt="\u0bb8")[-3:]]
+    assert halves == ["\ufffd"] * 3
+
+
 def test_the_mock_tokenizer_has_one_token_for_each_byte() -> None:
     config = EngineConfig(model_path="none", device="mock")
     mock = Tokenizer.load(config, ModelSource.inspect(config))

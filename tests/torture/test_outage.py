@@ -1,0 +1,106 @@
+"""The database server goes away in the middle of a job, and comes back."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from ledger_builders import acquire, new_job, ok_row
+from postgres_server import PostgresServer, running_postgres
+
+from flows.ledger import Ledger
+from torture.builders import NUM_ROWS, MakeJob
+from torture.random_kills import Witness
+from torture.trace import values
+from torture.victims import Outputs, Victim
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """Run a server that nobody else needs."""
+    with running_postgres() as started:
+        yield started
+
+
+@pytest.fixture
+def ledger_url(server: PostgresServer) -> str:
+    return server.create_database()
+
+
+def num_answered(victim: Victim) -> int:
+    return len(values(victim.events(), "answered"))
+
+
+@pytest.mark.parametrize("immediately", [False, True], ids=["fast", "immediate"])
+def test_a_job_waits_for_a_server_that_is_restarted_and_ends_right(
+    make_job: MakeJob,
+    server: PostgresServer,
+    ledger_url: str,
+    expected: Outputs,
+    immediately: bool,
+) -> None:
+    slow = {"inline": True, "mock_step_seconds": 0.02}
+    # The outage is longer than the lease: as nobody takes the job over, it goes on all the same.
+    job = make_job("job", ledger_url, engine__runtime=slow, lease_seconds=1)
+    witness = Witness(job, NUM_ROWS)
+    witness.note_start()
+    victim = job.start()
+    victim.wait_until(lambda: len(values(victim.events(), "committed")) >= 3)
+    server.stop(immediately=immediately)
+    num_before = num_answered(victim)
+    assert num_before < NUM_ROWS
+    victim.wait_until(lambda: "waiting for the ledger, nothing is lost" in victim.said)
+    victim.wait_until(lambda: num_answered(victim) >= num_before + 5)  # the engine goes on
+    server.start()
+    assert victim.wait() == 1, victim.said
+    assert "the ledger is back" in victim.said
+    assert "Traceback" not in victim.said
+    generated = witness.check_the_end()
+    assert max(generated.values()) == 1
+    assert job.outputs() == expected
+
+
+def test_a_job_that_is_killed_while_it_waits_goes_on_when_the_server_is_back(
+    make_job: MakeJob, server: PostgresServer, ledger_url: str, expected: Outputs
+) -> None:
+    slow = {"inline": True, "mock_step_seconds": 0.02}
+    job = make_job("job", ledger_url, engine__runtime=slow)
+    witness = Witness(job, NUM_ROWS)
+    witness.note_start()
+    victim = job.start()
+    victim.wait_until(lambda: len(values(victim.events(), "committed")) >= 3)
+    server.stop(immediately=True)
+    victim.wait_until(lambda: "waiting for the ledger, nothing is lost" in victim.said)
+    assert victim.kill()
+    refused = job.start()
+    assert refused.wait() == 2
+    assert "cannot be reached" in refused.said
+    assert "see that the server runs, then resume the job" in refused.said
+    server.start()
+    witness.look()
+    witness.note_start()
+    witness.note_start()
+    last = job.start()
+    assert last.wait() == 1, last.said
+    witness.check_the_end()
+    assert job.outputs() == expected
+
+
+def test_an_export_that_is_cut_off_goes_on_where_it_was(
+    server: PostgresServer, ledger_url: str
+) -> None:
+    num_rows = 3000
+    with Ledger.open(ledger_url) as ledger:
+        job = ledger.create_job(new_job(num_rows=num_rows, num_shards=1))
+        ledger.commit(acquire(ledger, job), [ok_row(index) for index in range(num_rows)])
+        rows = ledger.iter_completions(job.job_key)
+        seen = [next(rows).row_index for _ in range(1500)]
+        reader = threading.Thread(target=lambda: seen.extend(row.row_index for row in rows))
+        server.stop(immediately=True)
+        reader.start()
+        reader.join(timeout=0.5)
+        assert reader.is_alive()  # it waits
+        server.start()
+        reader.join()
+    assert seen == list(range(num_rows))
