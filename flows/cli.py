@@ -100,7 +100,7 @@ def export(
         config = _config_of(job, url)
         with RecordReader(config.sources, config.prompt) as reader:
             summary = export_job(config, job, ledger, reader, output or output_path_of(config))
-    talk.print(f"{summary.describe()}, {summary.num_pending} pending", highlight=False)
+    talk.print(summary.describe(), highlight=False)
     if summary.errors_path is not None:
         talk.print(f"failed rows: {summary.errors_path}", markup=False, highlight=False)
     data.print(str(summary.output_path), markup=False, highlight=False)

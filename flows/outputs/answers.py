@@ -59,10 +59,11 @@ class ExportSummary:
         return self.num_ok + self.num_error + self.num_skipped + self.num_pending
 
     def describe(self) -> str:
-        """Return the counts of what is done, as people read them."""
+        """Return the counts as people read them."""
         skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
         cut = f"; {self.num_length} cut at max_tokens" if self.num_length else ""
-        return f"{self.num_ok} ok, {self.num_error} failed{skipped}{cut}"
+        pending = f", {self.num_pending} pending" if self.num_pending else ""
+        return f"{self.num_ok} ok, {self.num_error} failed{skipped}{pending}{cut}"
 
     def count(self, row: AnsweredRow) -> None:
         """Count a row that has its result."""

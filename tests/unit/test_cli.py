@@ -127,7 +127,7 @@ class TestExport:
         assert ended.code == 0
         assert ended.out == f"{output}\n"
         assert ended.err == (
-            "4 ok (3 cut at max_tokens), 1 failed, 0 pending\n"
+            "4 ok, 1 failed; 3 cut at max_tokens\n"
             f"failed rows: {tmp_path / 'answers_errors.jsonl'}\n"
         )
         assert [row["row_id"] for row in read_rows(output)] == ["q0", "q1", "q2", "q3", "rows:5"]
@@ -151,7 +151,7 @@ class TestExport:
         url = config.resolved_ledger_url
         ended = terminal("export", "job-1", "--output", str(output), "--ledger", url)
         assert ended.code == 0
-        assert ended.err == "2 ok (2 cut at max_tokens), 0 failed, 2 pending\n"
+        assert ended.err == "2 ok, 0 failed, 2 pending; 2 cut at max_tokens\n"
         assert len(read_rows(output)) == 2
 
     def test_a_source_that_is_gone_is_a_message(self, terminal: Terminal, tmp_path: Path) -> None:
