@@ -8,7 +8,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.errors import RequestError
 from engine.request import GenerateRequest
@@ -18,12 +19,11 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRequest:
+class EncodedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request and its prompt's tokens, or the reason why it has none."""
 
     request: GenerateRequest
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     error: RequestError | None = None
     is_truncated: bool = False
 
@@ -69,7 +69,9 @@ class Intake:
         with self._condition:
             if self._items:
                 item = self._items.popleft()
-                self._condition.notify_all()
+                # Not for each one: waking a thread costs more than it then encodes.
+                if len(self._items) <= self._depth // 2:
+                    self._condition.notify_all()
                 return item
             error, self._error = self._error, None
         if error is not None:

@@ -50,7 +50,12 @@ class EngineLoop:
         self._steps: deque[StepFuture] = deque()
         self._factory = factory
         self._processor = processor
-        self._outbox = Outbox(processor, Listeners(factory.tokenizer), self.signal.set)
+        self._outbox = Outbox(processor, Listeners(factory.tokenizer), self.wake)
+
+    def wake(self) -> None:
+        """Let a loop that sleeps look around again."""
+        if not self.signal.is_set():
+            self.signal.set()
 
     def close(self) -> None:
         """Stop the workers after their last step."""

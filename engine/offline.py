@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+
+from msgspec.structs import replace
 
 from engine.cache_manager import CacheManager
 from engine.config import EngineConfig
@@ -197,7 +198,7 @@ class OfflineInference:
             source,
             self._encode,
             depth=self.config.scheduler.max_waiting_requests,
-            on_arrival=self._open_loop().signal.set,
+            on_arrival=self._open_loop().wake,
         )
         session = Session(intake, self._encode, deadline)
         with self._drive_lock:

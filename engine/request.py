@@ -6,16 +6,19 @@ GenerateRequest is what a caller hands in, InferRequest is the one mutable objec
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from engine.errors import InvalidTransitionError, RequestError
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
-class RequestState(Enum):
+class RequestState(StrEnum):
     """Where an InferRequest is in its life; DONE and ERROR are terminal."""
 
     WAITING = "waiting"
@@ -27,9 +30,10 @@ class RequestState(Enum):
     @property
     def is_terminal(self) -> bool:
         """True when nothing will happen to the request any more."""
-        return self in (RequestState.DONE, RequestState.ERROR)
+        return self in _TERMINAL
 
 
+_TERMINAL = (RequestState.DONE, RequestState.ERROR)
 _EDGES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.READY, RequestState.ERROR}),
     RequestState.READY: frozenset({RequestState.RUNNING, RequestState.WAITING, RequestState.ERROR}),
@@ -58,8 +62,7 @@ def sampling_key_of(request_id: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedToken:
+class StreamedToken(Struct, frozen=True, kw_only=True):
     """One token as it comes; text is what became certain by it, often empty or a piece of a word.
 
     token_id is None when only text that was held back is left. A stop string is cut from the
@@ -72,8 +75,7 @@ class StreamedToken:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(Struct, frozen=True, kw_only=True):
     """What was answered in an earlier turn of a conversation."""
 
     text: str
@@ -81,8 +83,7 @@ class Reply:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialOutput:
+class PartialOutput(Struct, frozen=True, kw_only=True):
     """What there is of one sample that has not ended: to be stored, and to go on from.
 
     replies are those of the turns that are finished; token_ids belong to the turn in progress,
@@ -96,8 +97,7 @@ class PartialOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One prompt and how to answer it; exactly one of prompt, messages, prompt_token_ids is set.
 
     prompt_token_ids may be a list, a numpy array or a tensor of one dimension.
@@ -121,7 +121,7 @@ class GenerateRequest:
     prompt: str | None = None
     messages: Sequence[dict[str, Any]] | None = None
     prompt_token_ids: Sequence[int] | None = None
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     sampling_key: int | None = None
     priority: int = 0
     timeout_seconds: float | None = None
@@ -141,8 +141,7 @@ class GenerateRequest:
         return tuple(range(self.sampling_params.n))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(Struct, frozen=True, kw_only=True):
     """The answer to one sample of one request.
 
     text and token_ids are empty when `error` is set. num_cached_tokens counts the prompt tokens

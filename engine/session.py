@@ -8,7 +8,9 @@ conversation) is kept here until its prompt can be written.
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.errors import RequestError, RequestErrorCode
 from engine.intake import EncodedRequest, Intake
@@ -26,8 +28,7 @@ _MAX_MAIL = 4096
 Encode = Callable[[GenerateRequest], EncodedRequest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of a row: which request, which samples, and what was said before."""
 
     request: GenerateRequest

@@ -11,7 +11,6 @@ there the chat template alone says where a turn ends.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -36,8 +35,7 @@ _MOCK_FIRST_BYTE = 3
 _MAX_KNOWN_BAD_WORDS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedPrompt:
+class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's tokens; is_truncated when truncate_prompt_tokens has cut some off."""
 
     token_ids: list[int]

@@ -1,24 +1,34 @@
 """The command `tokenmill`. Prefect is imported only by commands that run something."""
 
-import json
 import sys
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from engine import TokenmillError
-from flows.config import JobConfig, default_ledger_url
-from flows.console import data, print_table, rounded, talk
+from engine import ExitCode, TokenmillError
+from flows.cli_options import (
+    JobArgument,
+    JsonOption,
+    LedgerOption,
+    config_of,
+    open_ledger,
+    print_json,
+)
+from flows.console import data, print_table, rounded, set_up_logging, talk
 from flows.experiments import list_experiments
 from flows.exporter import export_job
 from flows.foreground import run_in_foreground
-from flows.job_file import load_job_config, validate_job_config
+from flows.job_changes import fork_config, retry_failed
+from flows.job_file import load_job_config
+from flows.job_status import show_job, show_jobs
 from flows.ledger import Ledger
-from flows.ledger_rows import JobRow
+from flows.ledger_commands import ledger_app
 from flows.preparation import output_path_of
 from flows.records import RecordReader
+from flows.row_choice import SampleSize
+from flows.verify import verify_job
+from flows.verify_report import show_report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,13 +38,7 @@ app = typer.Typer(
 )
 experiments_app = typer.Typer(no_args_is_help=True, help="The experiment log.")
 app.add_typer(experiments_app, name="experiments")
-
-LedgerOption = Annotated[
-    str | None,
-    typer.Option("--ledger", help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-JobArgument = Annotated[str, typer.Argument(help="The job's id.")]
+app.add_typer(ledger_app, name="ledger")
 
 
 def main() -> None:
@@ -54,18 +58,43 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY.KEY=VALUE", help="Change a field of the file."),
     ] = None,
+    fork: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="A new job that takes over the answers that hold."),
+    ] = None,
 ) -> None:
     """Run a job; a job_id in the file that exists is resumed."""
-    raise typer.Exit(run_in_foreground(load_job_config(config_path, tuple(overrides or ()))))
+    config = load_job_config(config_path, tuple(overrides or ()))
+    if fork is not None:
+        with Ledger.open(config.resolved_ledger_url, must_exist=True) as ledger:
+            config = fork_config(config, ledger, fork)
+    raise typer.Exit(run_in_foreground(config))
 
 
 @app.command()
 def resume(job_id: JobArgument, ledger_url: LedgerOption = None) -> None:
     """Go on with a job where it stopped; rows that are done are not repeated."""
-    url = ledger_url or default_ledger_url()
-    with Ledger.open(url, must_exist=True) as ledger:
-        config = _config_of(ledger.get_job(job_id), url)
+    with open_ledger(ledger_url) as ledger:
+        config = config_of(ledger.get_job(job_id), ledger_url)
     raise typer.Exit(run_in_foreground(config))
+
+
+@app.command("retry-failed")
+def retry_failed_rows(
+    job_id: JobArgument,
+    codes: Annotated[
+        list[str] | None,
+        typer.Option("--code", metavar="CODE", help="Only rows with this error code; repeatable."),
+    ] = None,
+    ledger_url: LedgerOption = None,
+) -> None:
+    """Ask rows again that failed, and go on with the job."""
+    with open_ledger(ledger_url) as ledger:
+        config = config_of(ledger.get_job(job_id), ledger_url)
+        summary = retry_failed(ledger, job_id, tuple(codes or ()))
+    talk.print(str(summary), markup=False, highlight=False)
+    if summary.num_samples:
+        raise typer.Exit(run_in_foreground(config))
 
 
 @app.command()
@@ -76,12 +105,12 @@ def status(
     ledger_url: LedgerOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Show how far jobs are."""
-    with Ledger.open(ledger_url or default_ledger_url(), must_exist=True) as ledger:
+    """Show how far jobs are, and who drives them."""
+    with open_ledger(ledger_url) as ledger:
         if job_id is None:
-            _show_jobs(ledger.list_jobs(), is_json=is_json)
+            show_jobs(ledger, is_json=is_json)
         else:
-            _show_job(ledger, ledger.get_job(job_id), is_json=is_json)
+            show_job(ledger, ledger.get_job(job_id), is_json=is_json)
 
 
 @app.command()
@@ -94,16 +123,45 @@ def export(
 
     The suffix of --output chooses between JSONL, CSV and Parquet.
     """
-    url = ledger_url or default_ledger_url()
-    with Ledger.open(url, must_exist=True) as ledger:
+    with open_ledger(ledger_url) as ledger:
         job = ledger.get_job(job_id)
-        config = _config_of(job, url)
+        config = config_of(job, ledger_url)
         with RecordReader(config.sources, config.prompt) as reader:
             summary = export_job(config, job, ledger, reader, output or output_path_of(config))
     talk.print(summary.describe(), highlight=False)
     if summary.errors_path is not None:
         talk.print(f"failed rows: {summary.errors_path}", markup=False, highlight=False)
     data.print(str(summary.output_path), markup=False, highlight=False)
+
+
+@app.command()
+def verify(
+    job_id: JobArgument,
+    sample: Annotated[
+        str, typer.Option(metavar="SIZE", help="How many rows: 1%, 0.01 or 50.")
+    ] = "1%",
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of rows that may differ; 0 for a deterministic job, else 0.05.",
+        ),
+    ] = None,
+    ledger_url: LedgerOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Run rows again and compare; exit 1 when more differ than may."""
+    size = SampleSize.parse(sample)
+    with open_ledger(ledger_url) as ledger:
+        job = ledger.get_job(job_id)
+        config = config_of(job, ledger_url)
+        set_up_logging(config.engine.log_level)
+        report = verify_job(config, job, ledger, size=size, seed=seed, tolerance=tolerance)
+    show_report(report, is_json=is_json)
+    if not report.has_passed:
+        raise typer.Exit(ExitCode.ROWS_FAILED)
 
 
 @experiments_app.command("list")
@@ -113,11 +171,11 @@ def experiments_list(
     is_json: JsonOption = False,
 ) -> None:
     """List runs with their throughput, newest first."""
-    with Ledger.open(ledger_url or default_ledger_url(), must_exist=True) as ledger:
+    with open_ledger(ledger_url) as ledger:
         rows = list_experiments(ledger, job_id=job_id)
     if is_json:
         columns = [column.key for column in rows[0].__table__.columns] if rows else []
-        _print_json([{name: getattr(row, name) for name in columns} for row in rows])
+        print_json([{name: getattr(row, name) for name in columns} for row in rows])
         return
     print_table(
         "Experiments",
@@ -128,73 +186,3 @@ def experiments_list(
             for row in rows
         ),
     )  # fmt: skip
-
-
-def _show_jobs(jobs: list[JobRow], *, is_json: bool) -> None:
-    if is_json:
-        _print_json([_job_facts(job) for job in jobs])
-        return
-    print_table(
-        "Jobs",
-        ("job", "state", "rows", "ok", "failed", "pending", "output tokens", "created"),
-        (
-            (job.job_id, job.state.value, job.num_rows, job.num_ok, job.num_error,
-             job.num_pending, job.num_output_tokens, _when(job.created_at))
-            for job in jobs
-        ),
-    )  # fmt: skip
-
-
-def _show_job(ledger: Ledger, job: JobRow, *, is_json: bool) -> None:
-    shards = ledger.list_shards(job.job_key)
-    if is_json:
-        listed = [
-            {"shard_index": s.shard_index, "state": s.state.value, "num_rows": s.num_rows,
-             "num_ok": s.num_ok, "num_error": s.num_error, "num_pending": s.num_pending,
-             "attempt": s.attempt, "lease_owner": s.lease_owner, "error": s.error_message}
-            for s in shards
-        ]  # fmt: skip
-        _print_json(_job_facts(job) | {"shards": listed})
-        return
-    _show_jobs([job], is_json=False)
-    print_table(
-        "Shards",
-        ("shard", "state", "rows", "ok", "failed", "pending", "attempt", "held by", "error"),
-        (
-            (f"shard-{s.shard_index:04d}", s.state.value, s.num_rows, s.num_ok, s.num_error,
-             s.num_pending, s.attempt, s.lease_owner, s.error_message)
-            for s in shards
-        ),
-    )  # fmt: skip
-
-
-def _job_facts(job: JobRow) -> dict[str, Any]:
-    return {
-        "job_id": job.job_id,
-        "state": job.state.value,
-        "num_rows": job.num_rows,
-        "num_ok": job.num_ok,
-        "num_error": job.num_error,
-        "num_skipped": job.num_skipped,
-        "num_pending": job.num_pending,
-        "num_prompt_tokens": job.num_prompt_tokens,
-        "num_output_tokens": job.num_output_tokens,
-        "seed": job.seed,
-        "created_at": job.created_at,
-    }
-
-
-def _config_of(job: JobRow, ledger_url: str) -> JobConfig:
-    """Return the configuration that the job was started with, on this ledger."""
-    # What the environment names stays there: it may hold a password, and Prefect keeps parameters.
-    is_default = ledger_url == default_ledger_url()
-    stored = {**job.config, "ledger_url": None if is_default else ledger_url}
-    return validate_job_config(stored, origin=f"the configuration of job {job.job_id}")
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

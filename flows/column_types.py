@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from sqlalchemy import Dialect, LargeBinary, Text, TypeDecorator
 
+from engine import LedgerError
+
 # ASCII SUBSTITUTE, "a character that cannot be represented", is the escape, and escapes itself.
 _ESCAPE = "\x1a"
 _TO_ESCAPE = re.compile("[\x00\x1a\ud800-\udfff]")
@@ -49,7 +51,14 @@ class TokenIds(TypeDecorator[Sequence[int]]):
         return zlib.compress(np.asarray(value, dtype="<i4").tobytes(), 1)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> tuple[int, ...] | None:
-        """Unpack the ids."""
+        """Unpack the ids.
+
+        Raises:
+            LedgerError: what is stored is damaged.
+        """
         if value is None:
             return None
-        return tuple(np.frombuffer(zlib.decompress(value), dtype="<i4").tolist())
+        try:
+            return tuple(np.frombuffer(zlib.decompress(value), dtype="<i4").tolist())
+        except (zlib.error, ValueError) as error:
+            raise LedgerError(f"its token ids cannot be unpacked: {error}") from error

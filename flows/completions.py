@@ -6,9 +6,10 @@ These are statements on a connection; flows.ledger decides which of them make on
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, RowMapping, Select, case, delete, func, insert, select, tuple_
 
 from engine import LedgerError
@@ -24,6 +25,7 @@ _COUNTER_OF_STATE = {
     RowState.ERROR: "num_error",
     RowState.SKIPPED: "num_skipped",
 }
+_KEY = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,18 @@ def count(samples: Iterable[CompletionRow]) -> dict[str, int]:
 def read_after(
     connection: Connection, job_key: int, after: tuple[int, int], limit: int
 ) -> Iterator[CompletionRow]:
-    """Yield completions with text behind the key `after`, in the order of the input."""
-    key = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
-    query = _select_with_payload(job_key).where(key > tuple_(*after)).limit(limit)
-    return map(_read_with_payload, connection.execute(query).mappings())
+    """Yield completions with text behind the key `after`, in the order of the input.
+
+    Raises:
+        LedgerError: an answer is damaged; names the row.
+    """
+    query = _select_with_payload(job_key).where(tuple_(*after) < _KEY).limit(limit)
+    try:
+        for row in connection.execute(query).mappings():
+            after = (row["row_index"], row["sample_index"])
+            yield _read_with_payload(row)
+    except LedgerError as error:
+        raise _damaged(connection, job_key, after, error) from error
 
 
 def read_row(connection: Connection, job_key: int, row_index: int) -> list[CompletionRow]:
@@ -194,6 +204,21 @@ def _read_with_payload(row: RowMapping) -> CompletionRow:
         token_ids=row["token_ids"] or (),
         turns=tuple(row["turns"] or ()),
         logprobs=row["logprobs"],
+    )
+
+
+def _damaged(
+    connection: Connection, job_key: int, after: tuple[int, int], error: LedgerError
+) -> LedgerError:
+    """Return what to say about the row behind the key `after`, which cannot be read."""
+    table = CompletionTable
+    query = select(table.row_id, table.row_index, table.sample_index).where(
+        table.job_key == job_key, tuple_(*after) < _KEY
+    )
+    row = connection.execute(query.order_by(table.row_index, table.sample_index).limit(1)).one()
+    return LedgerError(
+        f"row {row.row_id!r} (row {row.row_index}, sample {row.sample_index}): its answer in the "
+        f"ledger is damaged, {error}; put a copy of the ledger back that is whole"
     )
 
 

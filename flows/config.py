@@ -128,6 +128,11 @@ class JobConfig(Section):
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120,
         description="An id that exists is resumed; left out, a new one is made.",
     )  # fmt: skip
+    forked_from: str | None = Field(
+        default=None,
+        description="A job whose answers to rows that are asked the same are taken over when this "
+        "one is created; what `tokenmill run --fork` sets.",
+    )
     sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Input files, in order.")
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     too_long: Literal["error", "skip", "truncate"] = Field(

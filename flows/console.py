@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
@@ -196,7 +197,8 @@ def print_table(title: str, headers: Iterable[str], rows: Iterable[Iterable[obje
     for number, header in enumerate(headers):
         table.add_column(header, no_wrap=number == 0)
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
+        # An id or a message may hold what rich takes for markup.
+        table.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
     data.print(table)
 
 
@@ -206,7 +208,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, "" if value is None else str(value))
+        table.add_row(name, "" if value is None else escape(str(value)))
     data.print(table)
 
 

@@ -30,6 +30,7 @@ from sqlalchemy import (
     inspect,
     literal,
     make_url,
+    select,
     text,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -192,6 +193,11 @@ class Database:
         if self._is_sqlite:
             return literal(time.time(), Double())
         return cast(extract("epoch", func.clock_timestamp()), Double())
+
+    def read_clock(self) -> float:
+        """Return the time that every host agrees on, in epoch seconds."""
+        query = select(self.now())
+        return float(self.query(lambda connection: connection.execute(query).scalar_one()))
 
     def _write_once(self, work: Callable[[Connection], Result]) -> Result:
         with self._writer.begin() as connection:

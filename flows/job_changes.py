@@ -3,21 +3,25 @@
 Either is refused while a process drives the job that would be changed.
 """
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, delete, func, select
 
-from engine import LedgerError
+from engine import ConfigError, LedgerError
 from flows import completions, jobs, leases
+from flows.config import JobConfig
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow
 from flows.owner import Owner
 from flows.row_index import IndexRow, RowIndex
 from flows.schema import CompletionTable, JobState, RowState
 
+logger = logging.getLogger(__name__)
 _BATCH_ROWS = 500
 _BATCH_CHARACTERS = 4_000_000
 # The lease is taken and given back in one transaction, so nobody ever waits for it to run out.
@@ -39,6 +43,18 @@ class RetrySummary:
     def num_samples(self) -> int:
         """Samples that have no result any more."""
         return sum(self.num_samples_by_code.values())
+
+    def __str__(self) -> str:
+        codes = ", ".join(f"{code} {n}" for code, n in sorted(self.num_samples_by_code.items()))
+        again = f"{self.num_samples} failed answers are asked again ({codes})"
+        if not self.num_samples:
+            again = "no failed answer can be asked again"
+        if not self.num_bad_rows:
+            return again
+        return (
+            f"{again}; {self.num_bad_rows} bad rows of the input stay as they are, for the plan "
+            "would find them again: mend the input and run the job with --fork"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +95,66 @@ def retry_failed(ledger: Ledger, job_id: str, codes: Sequence[str] = ()) -> Retr
     return ledger.database.write(work)
 
 
+def fork_config(config: JobConfig, ledger: Ledger, parent_id: str) -> JobConfig:
+    """Return the configuration of a new job that takes over what holds of another one.
+
+    Raises:
+        ConfigError: it names the folder of that job, or an existing job that is no fork of it.
+        LedgerError: there is no such job.
+    """
+    parent = ledger.get_job(parent_id)
+    job_id = None if config.job_id == parent.job_id else config.job_id
+    existing = None if job_id is None else ledger.find_job(job_id)
+    if existing is not None and existing.forked_from != parent.job_id:
+        raise ConfigError(
+            f"job_id: job {job_id!r} exists and is no fork of {parent.job_id!r}; give another "
+            "job_id, or leave it out"
+        )
+    if config.job_dir is not None and str(config.job_dir.absolute()) == parent.config.get(
+        "job_dir"
+    ):
+        raise ConfigError(
+            f"job_dir: {config.job_dir} is the folder of job {parent.job_id!r}; name another, or "
+            "leave it out"
+        )
+    return config.model_copy(update={"job_id": job_id, "forked_from": parent.job_id})
+
+
 def refuse_fork(parent: JobRow, fingerprint: Mapping[str, str]) -> None:
     """Make sure that what answers is what has answered the job that is forked.
 
     Raises:
         LedgerError: names what differs: no answer of the job would hold.
     """
-    changes = [
-        f"  {name}: was {parent.fingerprint.get(name, 'not set')}, is now {value}"
-        for name, value in fingerprint.items()
-        if _is_of_the_model(name) and parent.fingerprint.get(name) != value
-    ]
+    changes = find_model_changes(parent, fingerprint)
     if changes:
-        listed = "\n".join(changes)
+        listed = "\n".join(f"  {change}" for change in changes)
         raise LedgerError(
             f"job {parent.job_id!r} cannot be forked: none of its answers would hold\n{listed}\n"
             "put the old values back, or start a new job without --fork"
         )
+
+
+def find_model_changes(job: JobRow, fingerprint: Mapping[str, str]) -> list[str]:
+    """List what differs of the model that answers, one `name: was A, is now B` each."""
+    return [
+        f"{name}: was {job.fingerprint.get(name, 'not set')}, is now {value}"
+        for name, value in fingerprint.items()
+        if _is_of_the_model(name) and job.fingerprint.get(name) != value
+    ]
+
+
+def take_over_answers(ledger: Ledger, job: JobRow, index: RowIndex) -> ForkSummary | None:
+    """Fill a job that is a fork from the job that it names; None once it has begun itself."""
+    if job.forked_from is None or any(s.attempt for s in ledger.list_shards(job.job_key)):
+        return None
+    parent = ledger.find_job(job.forked_from)
+    if parent is None:
+        logger.warning("job %s is gone, nothing is taken over from it", job.forked_from)
+        return None
+    summary = fork_rows(ledger, parent, job, index)
+    logger.info("forked job=%s from=%s: %s", job.job_id, parent.job_id, summary)
+    return summary
 
 
 def fork_rows(ledger: Ledger, parent: JobRow, child: JobRow, index: RowIndex) -> ForkSummary:

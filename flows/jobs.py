@@ -20,13 +20,15 @@ from flows.schema import JobState, JobTable, ShardState, ShardTable
 _NO_COUNTS = dict.fromkeys(COUNTERS, 0)
 
 
-def create(connection: Connection, job: NewJob) -> None:
-    """Insert a job and its shards.
+def create(connection: Connection, job: NewJob, *, created_at: float) -> None:
+    """Insert a job and its shards, unless this very creation is there already.
 
     Raises:
         LedgerError: a job with that id exists.
     """
-    now = time.time()
+    query = select(JobTable.created_at).where(JobTable.job_id == job.job_id)
+    if connection.execute(query).scalar() == created_at:
+        return
     values = asdict(job) | _NO_COUNTS
     try:
         connection.execute(
@@ -34,8 +36,8 @@ def create(connection: Connection, job: NewJob) -> None:
                 **values,
                 state=JobState.PLANNED,
                 lease_epoch=0,
-                created_at=now,
-                updated_at=now,
+                created_at=created_at,
+                updated_at=created_at,
             )
         )
     except IntegrityError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, RowMapping, select, update
 
 from engine import LedgerError
-from flows.ledger_rows import JobLease, JobRow, Lease
+from flows.ledger_rows import JobLease, JobRow, Lease, ShardRow
 from flows.owner import Owner
 from flows.schema import JobTable, ShardState, ShardTable
 
@@ -28,9 +28,16 @@ class LeaseTerms:
 
 
 def acquire_job(
-    connection: Connection, job_key: int, *, terms: LeaseTerms, now: ColumnElement[float]
+    connection: Connection,
+    job_key: int,
+    *,
+    terms: LeaseTerms,
+    now: ColumnElement[float],
+    earlier: JobLease | None = None,
 ) -> JobLease:
     """Take the job, from nobody or from a driver that is gone.
+
+    earlier is what this very call took before its connection broke: it may have come through.
 
     Raises:
         LedgerError: there is no such job, or a living process drives it.
@@ -39,6 +46,8 @@ def acquire_job(
     job = connection.execute(query).mappings().first()
     if job is None:
         raise LedgerError(f"the ledger has no job with key {job_key}")
+    if earlier and (job["lease_owner"], job["lease_epoch"]) == (earlier.owner, earlier.epoch):
+        return earlier
     if _is_held(dict(job)):
         raise _held(job, f"job {job['job_id']!r} is driven")
     lease = JobLease(job_key=job_key, epoch=job["lease_epoch"] + 1, owner=str(terms.owner))
@@ -76,16 +85,29 @@ def fence_job(connection: Connection, lease: JobLease, **values: object) -> None
     )
 
 
-def is_driven(job: JobRow, now: float) -> bool:
-    """Tell whether a process that may still live drives the job."""
+def is_held(leased: JobRow | ShardRow, now: float) -> bool:
+    """Tell whether a process that may still live drives the job, or holds the shard."""
     return _is_held(
         {
-            "lease_owner": job.lease_owner,
-            "lease_seconds": job.lease_seconds,
-            "heartbeat_at": job.heartbeat_at,
+            "lease_owner": leased.lease_owner,
+            "lease_seconds": leased.lease_seconds,
+            "heartbeat_at": leased.heartbeat_at,
             "now": now,
         }
     )
+
+
+def release_job(connection: Connection, lease: JobLease) -> None:
+    """Let go of the job; that it was let go of already does no harm.
+
+    Raises:
+        LedgerError: another process drives the job now.
+    """
+    free_epoch = select(JobTable.lease_epoch).where(
+        JobTable.job_key == lease.job_key, JobTable.lease_owner.is_(None)
+    )
+    if connection.execute(free_epoch).scalar() != lease.epoch:
+        fence_job(connection, lease, lease_owner=None)
 
 
 def acquire(
@@ -95,8 +117,11 @@ def acquire(
     *,
     terms: LeaseTerms,
     now: ColumnElement[float],
+    earlier: Lease | None = None,
 ) -> Lease:
     """Take the shard, from nobody or from an owner that is gone.
+
+    earlier is what this very call took before its connection broke: it may have come through.
 
     Raises:
         LedgerError: there is no such shard, or a living owner holds it.
@@ -105,6 +130,8 @@ def acquire(
     if not shards:
         raise LedgerError(f"job {job_key} has no shard {shard_index}; plan the job first")
     shard = shards[0]
+    if earlier and (shard["lease_owner"], shard["lease_epoch"]) == (earlier.owner, earlier.epoch):
+        return earlier
     refuse_if_held(shard)
     lease = Lease(
         job_key=job_key,
@@ -114,6 +141,7 @@ def acquire(
         attempt=shard["attempt"] + 1,
         first_row=shard["first_row"],
         num_rows=shard["num_rows"],
+        num_done=shard["num_ok"] + shard["num_error"] + shard["num_skipped"],
     )
     connection.execute(
         update(ShardTable)
@@ -159,6 +187,21 @@ def fence(connection: Connection, lease: Lease, **values: object) -> None:
         f"{holder} holds epoch {found.lease_epoch}; nothing of this write was kept. Either the "
         "lease was released, or its owner was silent for longer than lease_seconds"
     )
+
+
+def release(connection: Connection, lease: Lease, **values: object) -> None:
+    """Change the lease's shard and give it back; that it was given back already does no harm.
+
+    Raises:
+        LedgerError: the lease was lost.
+    """
+    free_epoch = select(ShardTable.lease_epoch).where(
+        ShardTable.job_key == lease.job_key,
+        ShardTable.shard_index == lease.shard_index,
+        ShardTable.lease_owner.is_(None),
+    )
+    if connection.execute(free_epoch).scalar() != lease.epoch:
+        fence(connection, lease, lease_owner=None, **values)
 
 
 def lock_shards(

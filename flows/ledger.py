@@ -6,6 +6,7 @@ flows.leases and flows.completions, the tables in flows.schema.
 """
 
 import difflib
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -66,7 +67,8 @@ class Ledger:
         Raises:
             LedgerError: a job with that id exists.
         """
-        self.database.write(lambda connection: jobs.create(connection, job))
+        now = time.time()
+        self.database.write(lambda connection: jobs.create(connection, job, created_at=now))
         return self.get_job(job.job_id)
 
     def find_job(self, job_id: str) -> JobRow | None:
@@ -103,6 +105,14 @@ class Ledger:
         rows = self.database.query(lambda connection: connection.execute(query).mappings().all())
         return [jobs.to_shard_row(row) for row in rows]
 
+    def get_shard(self, job_key: int, shard_index: int) -> ShardRow:
+        """Return one shard of a job: of many, reading all for each would take for ever."""
+        query = select(ShardTable).where(
+            ShardTable.job_key == job_key, ShardTable.shard_index == shard_index
+        )
+        row = self.database.query(lambda connection: connection.execute(query).mappings().one())
+        return jobs.to_shard_row(row)
+
     def set_job_state(self, job_key: int, state: JobState) -> None:
         """Move a job to another state.
 
@@ -118,11 +128,15 @@ class Ledger:
             LedgerError: a living process drives it; says which, and what to do.
         """
         terms = leases.LeaseTerms(owner=owner, lease_seconds=lease_seconds)
-        return self.database.write(
-            lambda connection: leases.acquire_job(
-                connection, job_key, terms=terms, now=self.database.now()
-            )
-        )
+        taken: JobLease | None = None
+
+        def work(connection: Connection) -> JobLease:
+            nonlocal taken
+            now = self.database.now()
+            taken = leases.acquire_job(connection, job_key, terms=terms, now=now, earlier=taken)
+            return taken
+
+        return self.database.write(work)
 
     def renew_job(self, lease: JobLease) -> None:
         """Show that the driver lives.
@@ -144,7 +158,7 @@ class Ledger:
 
         def work(connection: Connection) -> None:
             jobs.set_state(connection, lease.job_key, state)
-            leases.fence_job(connection, lease, lease_owner=None)
+            leases.release_job(connection, lease)
 
         self.database.write(work)
 
@@ -163,7 +177,8 @@ class Ledger:
             listed = "\n".join(f"  {change}" for change in changes)
             raise LedgerError(
                 f"job {job.job_id!r} cannot be resumed: its answers would not be of one kind\n"
-                f"{listed}\nput the old values back, or start a new job under another job_id"
+                f"{listed}\nput the old values back, or start a new job: `tokenmill run CONFIG --fork "
+                f"{job.job_id}` takes over the answers to rows that still hold"
             )
 
     def reshard(self, job_key: int, num_shards: int) -> None:
@@ -196,11 +211,17 @@ class Ledger:
             LedgerError: a living owner holds it; says who, since when, and what to do.
         """
         terms = leases.LeaseTerms(owner=owner, lease_seconds=lease_seconds, flow_run_id=flow_run_id)
-        return self.database.write(
-            lambda connection: leases.acquire(
-                connection, job_key, shard_index, terms=terms, now=self.database.now()
+        taken: Lease | None = None
+
+        def work(connection: Connection) -> Lease:
+            nonlocal taken
+            now = self.database.now()
+            taken = leases.acquire(
+                connection, job_key, shard_index, terms=terms, now=now, earlier=taken
             )
-        )
+            return taken
+
+        return self.database.write(work)
 
     def renew_lease(self, lease: Lease) -> None:
         """Show that the owner lives.
@@ -229,11 +250,10 @@ class Ledger:
             LedgerError: the lease was lost.
         """
         self.database.write(
-            lambda connection: leases.fence(
+            lambda connection: leases.release(
                 connection,
                 lease,
                 state=state,
-                lease_owner=None,
                 finished_at=self.database.now(),
                 busy_seconds=ShardTable.busy_seconds + busy_seconds,
                 stats=None if stats is None else dict(stats),

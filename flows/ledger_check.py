@@ -60,9 +60,8 @@ def check_job(ledger: Ledger, job_id: str) -> list[CheckResult]:
     job_key = ledger.get_job(job_id).job_key
     with ledger.database.read(fetch_rows=_FETCH_ROWS) as connection:
         facts = Facts.read(connection, job_key)
-        now = connection.execute(select(ledger.database.now())).scalar_one()
         results = [_result(job_id, name, claim, find(facts)) for name, claim, find in INVARIANTS]
-    return [_balance(facts), *results, _driver(facts.job, now)]
+    return [_balance(facts), *results, _driver(facts.job, ledger.database.read_clock())]
 
 
 def check_whole_ledger(ledger: Ledger) -> list[CheckResult]:
@@ -107,7 +106,7 @@ def _balance(facts: Facts) -> CheckResult:
 def _driver(job: JobRow, now: float) -> CheckResult:
     """Say who drives the job. A driver that is gone is no fault, but somebody must resume."""
     note = "nobody" if job.lease_owner is None else leases.name_of(job.lease_owner)
-    if job.state is JobState.RUNNING and not leases.is_driven(job, now):
+    if job.state is JobState.RUNNING and not leases.is_held(job, now):
         note += "; it is gone, so the job can be resumed"
     return CheckResult(job_id=job.job_id, name="driver", claim="who drives the job", note=note)
 

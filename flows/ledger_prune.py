@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete
 
 from engine import ConfigError, LedgerError
 from flows import jobs, leases
@@ -95,11 +95,9 @@ def prune(
 
     A job that a process drives is never touched. A dry run changes nothing.
     """
-    now = ledger.database.query(
-        lambda connection: float(connection.execute(select(ledger.database.now())).scalar_one())
-    )
+    now = ledger.database.read_clock()
     known = ledger.list_jobs()
-    driven = {job.job_id for job in known if leases.is_driven(job, now)}
+    driven = {job.job_id for job in known if leases.is_held(job, now)}
     wanted = [
         job
         for job in known

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from flows.logprob_blob import StoredLogprobs
 from flows.schema import JobState, RowState, ShardState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRow:
+class CompletionRow(msgspec.Struct, frozen=True, kw_only=True):
     """One finished (row, sample). num_output_tokens counts the tokens that ended texts too.
 
     turns are the replies of a conversation before the last, whose reply is the text. A row that
@@ -144,7 +145,10 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to commit rows of one shard, until somebody else raises its epoch."""
+    """The right to commit rows of one shard, until somebody else raises its epoch.
+
+    num_done is how many of its rows had a result when it was taken.
+    """
 
     job_key: int
     shard_index: int
@@ -153,6 +157,7 @@ class Lease:
     attempt: int
     first_row: int
     num_rows: int
+    num_done: int
 
     def covers(self, row_index: int) -> bool:
         """Tell whether the row belongs to the shard."""
@@ -168,8 +173,7 @@ class JobLease:
     owner: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialRow:
+class PartialRow(msgspec.Struct, frozen=True, kw_only=True):
     """What there is of one turn of a sample that has no result yet.
 
     text is that of a finished turn, None while it is generated.

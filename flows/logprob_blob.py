@@ -5,7 +5,7 @@ import zlib
 import msgspec
 from sqlalchemy import Dialect, LargeBinary, TypeDecorator
 
-from engine import TokenLogprob
+from engine import LedgerError, TokenLogprob
 
 _COMPRESSION_LEVEL = 1  # the writer waits for it
 
@@ -42,5 +42,14 @@ class LogprobsBlob(TypeDecorator[StoredLogprobs]):
         return zlib.compress(_ENCODER.encode(value), _COMPRESSION_LEVEL)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> StoredLogprobs | None:
-        """Unpack; infinities and NaN come back as they were."""
-        return None if value is None else _DECODER.decode(zlib.decompress(value))
+        """Unpack; infinities and NaN come back as they were.
+
+        Raises:
+            LedgerError: what is stored is damaged.
+        """
+        if value is None:
+            return None
+        try:
+            return _DECODER.decode(zlib.decompress(value))
+        except (zlib.error, msgspec.DecodeError) as error:
+            raise LedgerError(f"its log probabilities cannot be unpacked: {error}") from error

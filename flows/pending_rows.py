@@ -5,10 +5,12 @@ are asked once a shard: the first of them leads, the others get what it gets.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Self
+
+from msgspec.structs import replace
 
 from engine import (
     Completion,

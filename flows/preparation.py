@@ -6,6 +6,7 @@ Everything that only the user can mend comes out here, before any weights load.
 import dataclasses
 import logging
 import os
+import re
 import secrets
 import shlex
 import threading
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from engine import ModelSource, SamplingParams, Tokenizer
 from flows.config import JobConfig, SourceConfig, default_ledger_url
 from flows.database import without_password
+from flows.job_changes import refuse_fork, take_over_answers
 from flows.job_driver import JobDriver
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow, NewJob
@@ -26,10 +29,12 @@ from flows.planner import Plan, plan_job
 from flows.records import RecordReader
 from flows.schema import JobState, RowState
 from flows.shard_runner import ShardJob
-from flows.shard_writer import TooManyFailedRowsError
+from flows.shard_writer import STREAM_NAME, TooManyFailedRowsError, cut_torn_line
 
 logger = logging.getLogger(__name__)
 _SHOWN_BAD_ROWS = 10
+# A row index that is not in its place yet, and the process that plans it.
+_PLANNED_NAME = re.compile(r"\.?rows-([0-9]+)-[0-9]+\.sqlite")
 
 
 def resolve(config: JobConfig) -> JobConfig:
@@ -96,6 +101,11 @@ def ledger_option(config: JobConfig) -> str:
     return f" --ledger {shlex.quote(without_password(config.resolved_ledger_url))}"
 
 
+def default_sampling(config: JobConfig, source: ModelSource) -> SamplingParams:
+    """Return the sampling of a row without overrides; its seed is None unless one is given."""
+    return source.sampling_defaults(config.engine).overlaid(config.sampling.given())
+
+
 def check_model_and_sources(config: JobConfig) -> ModelSource:
     """Find the quick faults of a resolved configuration: a missing folder or file, a wrong template.
 
@@ -119,13 +129,13 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
     job = ledger.find_job(config.job_id)
     if job is not None:
         driver.take(job.job_key)
-        _remove_leftovers(job_dir_of(config))
     source = ModelSource.inspect(config.engine)
     tokenizer = Tokenizer.load(config.engine, source)
-    sampling = source.sampling_defaults(config.engine).overlaid(config.sampling.given())
+    sampling = default_sampling(config, source)
     fingerprint = (
         source.fingerprint() | tokenizer.fingerprint() | _job_fingerprint(config, sampling)
     )
+    parent = None if job is not None else _find_parent(config, ledger, fingerprint)
     # Its own place until the ledger has taken the job: of two runs that create one job, the one
     # that is refused must not take the index away from the other.
     planned_path = job_dir_of(config) / f"rows-{os.getpid()}-{threading.get_ident()}.sqlite"
@@ -140,16 +150,20 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
                 default_sampling=sampling,
             )
         if job is None:
-            job = _create(config, ledger, plan, fingerprint)
+            job = _create(config, ledger, plan, fingerprint, parent)
             driver.take(job.job_key)
         else:
             job = _take_up(config, ledger, job, plan, fingerprint)
         index_path = planned_path.replace(job_dir_of(config) / "rows.sqlite")
     finally:
         planned_path.unlink(missing_ok=True)
+    _remove_leftovers(job_dir_of(config))
     plan = dataclasses.replace(plan, index_path=index_path)
+    cut_torn_line(job_dir_of(config) / STREAM_NAME)
     _commit_bad_rows(ledger, job, plan)
     _refuse_too_many_bad_rows(config, ledger.get_job(job.job_id))
+    with plan.open_index() as index:
+        take_over_answers(ledger, job, index)
     ledger.set_job_state(job.job_key, JobState.RUNNING)
     seed = sampling.seed if sampling.seed is not None else job.seed
     shard_job = ShardJob(
@@ -163,9 +177,11 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
 
 
 def _remove_leftovers(job_dir: Path) -> None:
-    """Remove what a run that was killed while it planned has left; nobody else plans now."""
-    for pattern in ("rows-*.sqlite", ".rows-*.tmp"):
-        for path in job_dir.glob(pattern):
+    """Remove what runs that were killed while they planned have left."""
+    for path in job_dir.iterdir():
+        planned = _PLANNED_NAME.match(path.name)
+        # One that still plans the same new job will be refused, and must come as far as that.
+        if planned is not None and not psutil.pid_exists(int(planned[1])):
             path.unlink(missing_ok=True)
 
 
@@ -200,17 +216,33 @@ def _sources_fingerprint(sources: tuple[SourceConfig, ...]) -> dict[str, str]:
     }
 
 
-def _create(config: JobConfig, ledger: Ledger, plan: Plan, fingerprint: dict[str, str]) -> JobRow:
+def _find_parent(config: JobConfig, ledger: Ledger, fingerprint: dict[str, str]) -> JobRow | None:
+    if config.forked_from is None:
+        return None
+    parent = ledger.get_job(config.forked_from)
+    refuse_fork(parent, fingerprint)
+    return parent
+
+
+def _create(
+    config: JobConfig,
+    ledger: Ledger,
+    plan: Plan,
+    fingerprint: dict[str, str],
+    parent: JobRow | None,
+) -> JobRow:
     assert config.job_id is not None
+    seed = secrets.randbits(63) if parent is None else parent.seed
     return ledger.create_job(
         NewJob(
             job_id=config.job_id,
             config=config.model_dump(mode="json", exclude={"ledger_url"}),
-            seed=config.seed if config.seed is not None else secrets.randbits(63),
+            seed=config.seed if config.seed is not None else seed,
             fingerprint=fingerprint,
             manifest_hash=plan.manifest_hash,
             num_rows=plan.num_rows,
             num_shards=config.shards,
+            forked_from=config.forked_from,
         )
     )
 

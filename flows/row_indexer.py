@@ -4,11 +4,11 @@ What comes out is the row as the index holds it: how long, what is wrong with it
 """
 
 from array import array
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from engine import GenerateRequest, RequestError, RequestErrorCode, SamplingParams
 from flows.records import RecordReader

@@ -26,7 +26,7 @@ from flows.pending_rows import PendingRows
 from flows.records import RecordReader
 from flows.schema import ShardState
 from flows.shard_recovery import BadDeviceError, answer_all
-from flows.shard_writer import ShardWriter
+from flows.shard_writer import STREAM_NAME, ShardWriter
 from flows.stacks import Slot, StackPool
 
 logger = logging.getLogger(__name__)
@@ -145,13 +145,12 @@ class _ShardRun:
         self._stop = stop
         self._stats = RunStats()
         self._num_worker_deaths = 0
-        self._num_resumed = self._count_done()
         self._writer = ShardWriter(
             ledger,
             lease,
             self._config,
             max_failed_rows=self._config.max_failed_of(shard_job.job.num_rows),
-            stream_path=self._job_dir / "stream.jsonl" if self._config.stream_output else None,
+            stream_path=self._job_dir / STREAM_NAME if self._config.stream_output else None,
         )
         self._reader = RecordReader(self._config.sources, self._config.prompt)
         self._rows = PendingRows(
@@ -180,7 +179,7 @@ class _ShardRun:
             slot=self._slot.number,
             device=engine.device,
             dtype=engine.dtype,
-            num_resumed=self._num_resumed,
+            num_resumed=self._lease.num_done,
             num_ok=counts.num_ok,
             num_error=counts.num_error,
             num_length=counts.num_length,
@@ -248,7 +247,3 @@ class _ShardRun:
     def _suspects(self) -> dict[int, int]:
         first, last = self._lease.first_row, self._lease.first_row + self._lease.num_rows - 1
         return self._ledger.suspects_of(self._lease.job_key, first, last)
-
-    def _count_done(self) -> int:
-        shard = self._ledger.list_shards(self._lease.job_key)[self._lease.shard_index]
-        return shard.num_rows - shard.num_pending

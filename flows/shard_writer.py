@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from flows.config import JobConfig
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, Lease, PartialRow
 
+STREAM_NAME = "stream.jsonl"
 _HEARTBEATS_PER_LEASE = 3
 # Rows that may wait for their commit before the engine has to wait, in units of commit_rows.
 _MAX_WAITING_COMMITS = 8
@@ -35,6 +37,16 @@ class TooManyFailedRowsError(TokenmillError):
             "errors.jsonl of `tokenmill export`, mend the cause, then resume the job with a larger "
             "max_failed_rows"
         )
+
+
+def cut_torn_line(path: Path) -> None:
+    """Take off what a kill has left of the last line, so that the next one is a line of its own."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ class SourceConfig(Section):
     @property
     def is_pattern(self) -> bool:
         """True when the path stands for any number of files."""
-        return any(sign in self.path for sign in "*?[")
+        # In a URL a question mark begins the query.
+        return any(sign in self.path for sign in ("*[" if self.is_url else "*?["))
 
     @property
     def resolved_name(self) -> str:

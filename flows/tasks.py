@@ -132,7 +132,7 @@ def _report_progress(run: JobRun, shard_index: int, done: threading.Event) -> No
 
 
 def _describe_progress(run: JobRun, shard_index: int) -> tuple[float, str]:
-    shard = run.ledger.list_shards(run.job.job_key)[shard_index]
+    shard = run.ledger.get_shard(run.job.job_key, shard_index)
     num_done = shard.num_rows - shard.num_pending
     percent = 100.0 * num_done / max(shard.num_rows, 1)
     return percent, (

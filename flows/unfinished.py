@@ -4,14 +4,17 @@ A sample's partial tokens go in the transaction of its completion, and so does t
 against a row. These are statements on a connection; flows.ledger decides what is one transaction.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, insert, select, update
 
+from engine import LedgerError
 from flows.ledger_rows import CompletionRow, PartialRow
 from flows.schema import PartialTable, SuspectTable
 
+logger = logging.getLogger(__name__)
 
 def save_partials(connection: Connection, job_key: int, rows: Sequence[PartialRow]) -> None:
     """Store the turns of some samples, in the place of what was there of those samples."""
@@ -38,13 +41,20 @@ def save_partials(connection: Connection, job_key: int, rows: Sequence[PartialRo
 
 
 def read_partials(connection: Connection, job_key: int, first: int, last: int) -> list[PartialRow]:
-    """Return what there is of the rows first to last, included, turns in order."""
+    """Return what there is of the rows first to last, included, turns in order.
+
+    It only saves work: when some of it is damaged, the rows start over.
+    """
     query = (
         select(PartialTable)
         .where(PartialTable.job_key == job_key, PartialTable.row_index.between(first, last))
         .order_by(PartialTable.row_index, PartialTable.sample_index, PartialTable.turn_index)
     )
-    return [_to_partial(row) for row in connection.execute(query).mappings()]
+    try:
+        return [_to_partial(row) for row in connection.execute(query).mappings()]
+    except LedgerError as error:
+        logger.warning("unfinished answers of rows %d to %d start over: %s", first, last, error)
+        return []
 
 
 def add_suspects(connection: Connection, job_key: int, row_indices: Iterable[int]) -> None:
@@ -90,9 +100,27 @@ def clear_suspects(connection: Connection, job_key: int, row_indices: Iterable[i
 
 def forget(connection: Connection, job_key: int, rows: Sequence[CompletionRow]) -> None:
     """Drop what was known about samples that have a result now."""
-    if rows:
+    if not rows:
+        return
+    row_indices = {row.row_index for row in rows}
+    # Most rows never had any, and naming a thousand of them in a DELETE takes long.
+    if _is_any(connection, PartialTable, job_key, row_indices):
         _delete_partials(connection, job_key, {row.key for row in rows})
-        clear_suspects(connection, job_key, {row.row_index for row in rows})
+    if _is_any(connection, SuspectTable, job_key, row_indices):
+        clear_suspects(connection, job_key, row_indices)
+
+
+def _is_any(
+    connection: Connection,
+    table: type[PartialTable | SuspectTable],
+    job_key: int,
+    row_indices: Collection[int],
+) -> bool:
+    """Tell whether the table may hold one of the rows."""
+    query = select(table.row_index).where(
+        table.job_key == job_key, table.row_index.between(min(row_indices), max(row_indices))
+    )
+    return connection.execute(query.limit(1)).first() is not None
 
 
 def _delete_partials(connection: Connection, job_key: int, keys: Iterable[tuple[int, int]]) -> None:

@@ -47,4 +47,3 @@ def shrink(database: Database) -> None:
 
 def _is_sqlite(connection: Connection) -> bool:
     return connection.dialect.name == "sqlite"
-

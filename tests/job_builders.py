@@ -1,12 +1,14 @@
 """Small jobs on the mock device, as tests run them: no model, no Prefect, no process of their own."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from engine import Completion, GenerateRequest, OfflineInference
 from flows.config import JobConfig
 from flows.job_file import validate_job_config
 from flows.job_run import JobOutcome, JobRun
@@ -82,3 +84,22 @@ def stored_rows(config: JobConfig) -> list[CompletionRow]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the id of each row that an engine of this process is asked, as often as it is."""
+    asked: list[str] = []
+    run = OfflineInference.run
+
+    def noted_run(
+        self: OfflineInference, requests: Iterable[GenerateRequest], **options: Any
+    ) -> Iterator[Completion]:
+        def noted() -> Iterator[GenerateRequest]:
+            for request in requests:
+                asked.append(request.request_id)
+                yield request
+
+        return run(self, noted(), **options)
+
+    monkeypatch.setattr(OfflineInference, "run", noted_run)
+    return asked

@@ -1,7 +1,8 @@
 """Rows of the mock device, and their answers cut at every place where a run may be killed."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine import (
     Completion,

@@ -1,1 +1,4 @@
-"""Pieces of a model that are ours: attention over the paged KV cache."""
+"""What is ours around a model's modules.
+
+Attention over the paged KV cache, the split of linear layers over ranks, and from logits to tokens.
+"""

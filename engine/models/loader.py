@@ -9,8 +9,8 @@ import torch
 from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
 from engine.layers.paged_attention import LayerShape, PagedAttention
+from engine.layers.tensor_parallel import check_plan, split_model
 from engine.models.attention_interface import attach
-from engine.models.tensor_parallel import check_plan, split_model
 from engine.parallel import ParallelGroup
 
 

@@ -69,7 +69,9 @@ class WaitingQueue:
             while lane and lane[0][1] not in self._arrivals:
                 heapq.heappop(lane)  # discarded while it waited
         filled = [lane for lane in lanes if lane]
-        return min(filled, key=lambda lane: lane[0][:2], default=[])
+        if len(filled) < 2:
+            return filled[0] if filled else []
+        return min(filled, key=lambda lane: lane[0][:2])
 
 
 class Followers:

@@ -11,7 +11,8 @@ StepDone messages; up to num_steps_in_flight of them may be out at once.
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.cache_manager import CacheManager
 from engine.config import SchedulerConfig
@@ -26,8 +27,7 @@ from engine.scheduler.queue import Followers, WaitingQueue
 from engine.scheduler.running import RunningSet
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenUpdate:
+class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """One request got one token; the request's state tells whether it ended with it.
 
     A request whose prompt was only scored ends without one.
@@ -238,7 +238,7 @@ class Scheduler:
 
     def _plan_running(self, plan: StepPlan) -> None:
         """Give every running request its next tokens, preempting when blocks run out."""
-        for request in list(self._running):
+        for request in self._running:
             if request.state is not RequestState.RUNNING or request.uid in plan.held_back:
                 continue
             if request.num_pending_tokens and request.is_out_of_budget:

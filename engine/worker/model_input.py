@@ -9,32 +9,8 @@ import numpy as np
 import torch
 
 from engine.backends.base import AttentionMetadata
-from engine.messages import NewRequest, Running, SamplerSpec, ScheduleBatch
-from engine.worker.token_counts import TokenCounts
-
-
-@dataclass(slots=True, kw_only=True)
-class Slot:
-    """What the worker remembers of a request between steps."""
-
-    uid: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    block_ids: list[int]
-    sampler: SamplerSpec
-    counts: TokenCounts | None = None  # made when a penalty first asks for them
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def is_sampling(self) -> bool:
-        """True when every token is computed, so that the next one can be picked."""
-        is_computed = self.num_computed_tokens == len(self.token_ids)
-        return is_computed and not self.sampler.is_scoring_only
+from engine.layers.slot import Slot
+from engine.messages import NewRequest, Running, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,17 @@ import torch
 from engine.backends import load_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.logprobs import score
+from engine.layers.sampler import sample
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
 from engine.model_source import ModelSource
 from engine.models import count_weight_bytes, load_model
 from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import allocate_pool, count_blocks
-from engine.worker.logprobs import score
 from engine.worker.model_input import ModelInput, SlotTable
 from engine.worker.row_check import check_rows
 from engine.worker.runner import Runner
-from engine.worker.sampler import sample
 
 _GIB = 1 << 30
 

@@ -16,7 +16,7 @@ job goes on; "stops" means a ConfigError before any weights load, for only the u
 | a line that is no JSON, or no object | bad row |
 | one key twice in an object | bad row: keeping one value would drop the other |
 | nested deeper than 200 levels | bad row |
-| a line longer than 64 MiB | bad row, and the line is not held in memory |
+| a line longer than 64 MiB | bad row, and the line is not held in memory; in CSV it stops |
 | a last line without line end | a row like any other; when it is torn, bad row |
 | a packed file that was cut off | stops, naming the last line that could be read |
 | CSV: more or fewer cells than the header | bad row |

@@ -37,13 +37,21 @@ def open_bytes(path: str) -> BinaryIO:
     Raises:
         ConfigError: it cannot be opened, or the package for the URL is not installed.
     """
+    if is_url(path):
+        return _open_url(path)
     try:
-        if is_url(path):
-            file_system, inner = file_system_of(path)
-            return file_system.open(inner, "rb")  # type: ignore[no-any-return]
         return Path(path).open("rb", buffering=_BUFFER_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the source: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: cannot read the source: {error.strerror}") from error
+
+
+def _open_url(url: str) -> BinaryIO:
+    file_system, path = file_system_of(url)
+    try:
+        return file_system.open(path, "rb")  # type: ignore[no-any-return]
+    # Each store has errors of its own.
+    except Exception as error:
+        raise ConfigError(f"{url}: cannot read the source: {error!r}") from error
 
 
 def file_system_of(url: str) -> tuple[Any, str]:

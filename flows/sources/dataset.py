@@ -22,7 +22,7 @@ class DatasetFolder(TableFile):
         """Yield batches from the one that holds the row; those before it are not unpacked."""
         first = 0
         for path in self._data_paths():
-            with self._open(path) as stream:
+            with self._source(path) as source, self._open(path, source) as stream:
                 check_names(path, stream.schema)
                 for batch in stream:
                     if first + batch.num_rows > row:
@@ -50,9 +50,11 @@ class DatasetFolder(TableFile):
             raise ConfigError(f"{path}: not valid JSON: {error}") from error
         return state if isinstance(state, dict) else {}
 
-    def _open(self, path: str) -> pa.RecordBatchStreamReader:
+    def _source(self, path: str) -> Any:
         # A mapped file costs no memory, and a batch that is passed over no time.
-        source = open_bytes(path) if is_url(path) else pa.memory_map(path)
+        return open_bytes(path) if is_url(path) else pa.memory_map(path)
+
+    def _open(self, path: str, source: Any) -> pa.RecordBatchStreamReader:
         try:
             return pa.ipc.open_stream(source)
         except pa.ArrowException as error:

@@ -118,7 +118,11 @@ def _files_of(index: int, source: SourceConfig) -> tuple[InputFile, ...]:
 def _matching(place: str, source: SourceConfig) -> list[str]:
     if source.is_url:
         file_system, pattern = file_system_of(source.path)
-        found = [file_system.unstrip_protocol(path) for path in file_system.glob(pattern)]
+        try:
+            found = [file_system.unstrip_protocol(path) for path in file_system.glob(pattern)]
+        # Each store has errors of its own.
+        except Exception as error:
+            raise ConfigError(f"{place}: cannot be listed: {error!r}") from error
     else:
         found = [
             path for path in glob.glob(source.path, recursive=True) if _may_be_read(path, source)
@@ -191,8 +195,9 @@ def _checked_url(place: str, source: SourceConfig) -> str:
     file_system, path = file_system_of(source.path)
     try:
         is_there = file_system.exists(path)
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be reached: {error}") from error
+    # Each store has errors of its own.
+    except Exception as error:
+        raise ConfigError(f"{place}: cannot be reached: {error!r}") from error
     if not is_there:
         raise ConfigError(f"{place}: no such file; check the name")
     return source.path

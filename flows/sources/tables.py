@@ -11,6 +11,7 @@ import pyarrow as pa
 from engine import ConfigError, RequestError, RequestErrorCode
 from flows.sources.source_file import SourceRow
 
+_PIECE_ROWS = 256
 _Converter = Callable[[Any], Any]
 
 
@@ -61,7 +62,11 @@ class TableFile(ABC):
         last = row
         try:
             for first, batch in self.batches_from(row):
-                yield first, batch
+                # As Python's objects a batch takes many times its size.
+                for start in range(0, batch.num_rows, _PIECE_ROWS):
+                    piece = batch.slice(start, _PIECE_ROWS)
+                    if first + start + piece.num_rows > row:
+                        yield first + start, piece
                 last = first + batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(

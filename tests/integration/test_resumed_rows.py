@@ -6,11 +6,11 @@ of a row runs in one batch, and log probabilities are compared without a toleran
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from partial_builders import continued, cuts_of, uninterrupted, what_counts
 from tiny_model import open_engine
 

@@ -31,6 +31,13 @@ def workers() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+def is_a_worker(pid: int) -> bool:
+    try:
+        return "engine.worker" in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
 def sent_to_the_first_new_worker(number: signal.Signals) -> Iterator[list[int]]:
     """Send a signal as soon as there is a worker; the list then has its pid."""
@@ -40,7 +47,8 @@ def sent_to_the_first_new_worker(number: signal.Signals) -> Iterator[list[int]]:
     def watch() -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not pids and time.monotonic() < deadline:
-            for pid in workers() - before:
+            # Before it has become a worker, it would take the thread that starts it along.
+            for pid in filter(is_a_worker, workers() - before):
                 os.kill(pid, number)
                 pids.append(pid)
                 break

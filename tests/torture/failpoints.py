@@ -148,8 +148,8 @@ def _lose_acknowledgement(fuse: Fuse) -> None:
     """Let a commit reach the database, and its acknowledgement be lost on the way back."""
     write_once = Database._write_once
 
-    def write_and_hear_nothing(self: Database, work: Any) -> Any:
-        result = write_once(self, work)
+    def write_and_hear_nothing(*arguments: Any) -> Any:
+        result = write_once(*arguments)
         if fuse.is_due():
             gone = psycopg.OperationalError("the connection is lost")
             raise OperationalError("COMMIT", {}, gone)
@@ -178,12 +178,11 @@ def _is_finish(_result: Any, _connection: Any, _job_key: Any, state: Any) -> boo
 # Points named `in_` are inside a transaction that has not been committed yet.
 FAILPOINTS: dict[str, Callable[[Fuse], None]] = {
     "in_upgrade": _after(Database, "_upgrade"),
+    "after_write": _after(Database, "_write_once"),
     "in_create_job": _after(jobs, "create"),
-    "after_create_job": _after(Ledger, "create_job"),
     "before_index_rename": _at_rename("rows.sqlite", is_before=True),
     "after_index_rename": _at_rename("rows.sqlite", is_before=False),
     "in_commit_bad_rows": _after(completions, "store", when=_are_bad_rows),
-    "after_commit_bad_rows": _after(Ledger, "commit_bad_rows"),
     "in_take_over_of_job": _after(leases, "acquire_job", when=_is_take_over),
     "after_take_over_of_job": _after(Ledger, "acquire_job", when=_is_take_over),
     "in_take_over_of_shard": _after(leases, "acquire", when=_is_take_over),
@@ -193,7 +192,6 @@ FAILPOINTS: dict[str, Callable[[Fuse], None]] = {
     "after_commit": _after(Ledger, "commit"),
     "in_save_partials": _after(unfinished, "save_partials"),
     "after_save_partials": _after(Ledger, "save_partials"),
-    "after_release_shard": _after(Ledger, "release_shard"),
     "before_output_rename": _at_rename("output.jsonl", is_before=True),
     "after_output_rename": _at_rename("output.jsonl", is_before=False),
     "after_errors_rename": _at_rename("errors.jsonl", is_before=False),

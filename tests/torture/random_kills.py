@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any
 
 import psutil
 
+from torture.builders import NUM_ROWS
 from torture.invariants import Key, LedgerState, Row, check_state, read_state
 from torture.trace import PHASES, Event, values
 from torture.victims import JobUnderTest, Nursery, Outputs, Victim
 
 MakeMapping = Callable[[Path], dict[str, Any]]
-_WHAT = ("process", "process group", "worker")
+# The job's process alone, with its workers, or a worker alone where there is one.
+VICTIMS = ("process", "process group", "worker")
 _MAX_KILLS_OF_A_JOB = 10
 _LATE = ("exporting", "done")
 # Phases by how often a moment is drawn in them; None is any time of the whole run.
@@ -61,7 +63,7 @@ class Witness:
     """Remembers what the ledger held at each stop, and holds the job to it."""
 
     job: JobUnderTest
-    num_rows: int
+    num_rows: int = NUM_ROWS
     kept: dict[Key, tuple[Row, Row | None]] = field(default_factory=dict)
     done_before: list[set[str]] = field(default_factory=list)  # as each attempt began
 
@@ -114,8 +116,8 @@ def torture(
     nursery: Nursery,
     numbers: random.Random,
     *,
-    num_rows: int,
     num_kills: int,
+    victims: Sequence[str] = VICTIMS,
 ) -> list[Kill]:
     """Kill jobs, one after the other, so many times in all, and check all that must be true."""
     undisturbed = run_undisturbed(folder / "undisturbed", make_mapping, nursery)
@@ -124,7 +126,7 @@ def torture(
         job_folder = folder / f"after-{len(kills)}-kills"
         job_folder.mkdir()
         job = JobUnderTest(job_folder, make_mapping(job_folder), nursery)
-        siege = _Siege(job, undisturbed, numbers, num_rows)
+        siege = _Siege(job, undisturbed, numbers, victims)
         kills += siege.run(min(_MAX_KILLS_OF_A_JOB, max(4, num_kills - len(kills))))
     return kills
 
@@ -154,12 +156,17 @@ class _Siege:
     """One job that is killed until it is finished."""
 
     def __init__(
-        self, job: JobUnderTest, undisturbed: Undisturbed, numbers: random.Random, num_rows: int
+        self,
+        job: JobUnderTest,
+        undisturbed: Undisturbed,
+        numbers: random.Random,
+        victims: Sequence[str],
     ) -> None:
         self._job = job
         self._undisturbed = undisturbed
         self._numbers = numbers
-        self._witness = Witness(job, num_rows)
+        self._victims = victims
+        self._witness = Witness(job)
         self._kills: list[Kill] = []
         self._running: Victim | None = None  # one that has lost a worker
         self._is_finished = False
@@ -179,7 +186,7 @@ class _Siege:
 
     def _strike(self, moment: Moment) -> None:
         """Kill the job, or a worker of it, at a moment, if it is still there by then."""
-        what = self._numbers.choice(_WHAT)
+        what = self._numbers.choice(self._victims)
         victim, is_there = self._wait_for(moment)
         self._running = None
         if is_there and what == "worker" and self._kill_worker(victim):

@@ -29,14 +29,11 @@ DEATHS = [
 ]
 # Where one database is as good as the other.
 DEATHS_ON_SQLITE = [
-    "after_create_job",
     "before_index_rename",
     "after_index_rename",
-    "after_commit_bad_rows",
     "after_insert",
     "before_commit",
     "after_commit",
-    "after_release_shard",
     "before_output_rename",
     "after_output_rename",
     "after_errors_rename",
@@ -59,7 +56,7 @@ def test_a_job_that_died_at_a_point_goes_on_and_loses_nothing(
     make_job: MakeJob, ledger_url: str, expected: Outputs, point: str, nth: int, num_before: int
 ) -> None:
     job = make_job("killed", ledger_url)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     for _ in range(num_before):
         die(job, witness, "after_commit", 2)
     die(job, witness, point, nth)
@@ -71,9 +68,27 @@ def test_a_job_that_died_at_its_first_pass_goes_on_and_loses_nothing(
     make_job: MakeJob, expected: Outputs, point: str
 ) -> None:
     job = make_job("killed")
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     die(job, witness, point, 1)
     assert_that_it_ends_right(job, witness, expected)
+
+
+def test_a_job_and_its_heir_may_die_after_any_of_their_transactions(
+    make_job: MakeJob, expected: Outputs
+) -> None:
+    nth, codes = 0, [-signal.SIGKILL]
+    while -signal.SIGKILL in codes:
+        nth += 1
+        job = make_job(f"killed-{nth}", commit_rows=8, partial_seconds=60)
+        witness = Witness(job)
+        codes = []
+        for _ in range(2):
+            witness.note_start()
+            codes.append(job.start(failpoint=("after_write", nth)).wait())
+            witness.look()
+        assert_that_it_ends_right(job, witness, expected)
+    assert codes == [1, 1]
+    assert nth > 12
 
 
 @pytest.mark.parametrize("point", ["after_insert", "before_commit", "after_commit"])
@@ -81,7 +96,7 @@ def test_a_job_that_dies_at_every_second_commit_still_comes_to_its_end(
     make_job: MakeJob, expected: Outputs, point: str
 ) -> None:
     job = make_job("killed", commit_rows=5, commit_seconds=10)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     victim = None
     while victim is None or victim.wait() == -signal.SIGKILL:
         witness.note_start()
@@ -108,7 +123,7 @@ def test_a_writer_that_fails_takes_its_shard_down_aloud(
     make_job: MakeJob, expected: Outputs
 ) -> None:
     job = make_job("failing")
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     failed = job.start(failpoint=("commit_raises", 3))
     assert failed.wait() == 2, failed.said
@@ -127,7 +142,7 @@ def test_an_export_that_is_killed_leaves_a_whole_output(
     make_job: MakeJob, expected: Outputs, point: str
 ) -> None:
     job = make_job("exported")
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     output_path = job.job_dir / "output.jsonl"
     output_path.parent.mkdir(parents=True)
     output_path.write_bytes(b"of the year before\n")
@@ -146,7 +161,7 @@ def test_a_commit_that_came_through_without_an_answer_is_not_taken_for_lost(
     while is_reached:
         nth += 1
         job = make_job(f"unheard-{nth}", commit_rows=8, partial_seconds=60)
-        witness = Witness(job, NUM_ROWS)
+        witness = Witness(job)
         witness.note_start()
         victim = job.start(failpoint=("lose_acknowledgement", nth))
         assert (nth, victim.wait()) == (nth, 1), victim.said

@@ -33,7 +33,7 @@ def test_a_disk_that_fills_up_under_the_ledger_stops_the_job_and_loses_nothing(
     make_job: MakeJob, expected: Outputs
 ) -> None:
     job = make_job("job")
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     stopped = job.start(failpoint=("disk_is_full", 3))
     assert stopped.wait() == 2, stopped.said
@@ -62,7 +62,7 @@ def test_a_small_disk_that_is_full_says_so_and_loses_nothing(
 ) -> None:
     ledger_url = f"sqlite:///{small_disk / 'ledger.sqlite'}"
     job = make_job("job", ledger_url)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     victim = job.start()
     victim.wait_until(lambda: len(values(victim.events(), "committed")) >= 3)

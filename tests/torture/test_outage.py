@@ -43,7 +43,7 @@ def test_a_job_waits_for_a_server_that_is_restarted_and_ends_right(
     slow = {"inline": True, "mock_step_seconds": 0.02}
     # The outage is longer than the lease: as nobody takes the job over, it goes on all the same.
     job = make_job("job", ledger_url, engine__runtime=slow, lease_seconds=1)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     victim = job.start()
     victim.wait_until(lambda: len(values(victim.events(), "committed")) >= 3)
@@ -66,7 +66,7 @@ def test_a_job_that_is_killed_while_it_waits_goes_on_when_the_server_is_back(
 ) -> None:
     slow = {"inline": True, "mock_step_seconds": 0.02}
     job = make_job("job", ledger_url, engine__runtime=slow)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     victim = job.start()
     victim.wait_until(lambda: len(values(victim.events(), "committed")) >= 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_model
 
-from torture.builders import MODEL_MODULES, NUM_ROWS, WORKERS, make_mapping, with_model
+from torture.builders import MODEL_MODULES, WORKERS, make_mapping, with_model
 from torture.random_kills import Kill, spread, torture
 from torture.victims import Nursery
 
@@ -31,7 +31,7 @@ def test_a_mock_job_that_is_killed_again_and_again_loses_and_repeats_nothing(
 ) -> None:
     numbers = random.Random(SEED)
     make = partial(make_mapping, rows_path=rows_path, **WORKERS)
-    kills = torture(tmp_path, make, nursery, numbers, num_rows=NUM_ROWS, num_kills=NUM_KILLS)
+    kills = torture(tmp_path, make, nursery, numbers, num_kills=NUM_KILLS)
     show(kills, capsys)
 
 
@@ -40,11 +40,11 @@ def test_a_job_with_a_model_that_is_killed_again_and_again_loses_and_repeats_not
 ) -> None:
     numbers = random.Random(SEED)
     model = tiny_model.save_tiny_llama(tmp_path / "model")
-    kills: list[Kill] = []
+    inline = partial(make_mapping, rows_path=rows_path, **with_model(model, inline=True))
+    workers = partial(make_mapping, rows_path=rows_path, **with_model(model, inline=False))
     with Nursery(*MODEL_MODULES) as nursery:
-        for name, is_inline, num_kills in (("inline", True, 21), ("worker", False, 4)):
-            make = partial(make_mapping, rows_path=rows_path, **with_model(model, inline=is_inline))
-            kills += torture(
-                tmp_path / name, make, nursery, numbers, num_rows=NUM_ROWS, num_kills=num_kills
-            )
+        kills = torture(tmp_path / "inline", inline, nursery, numbers, num_kills=NUM_KILLS - 4)
+        kills += torture(
+            tmp_path / "workers", workers, nursery, numbers, num_kills=4, victims=["worker"]
+        )
     show(kills, capsys)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from torture.builders import NUM_ROWS, MakeJob
+from torture.builders import MakeJob
 from torture.random_kills import Witness
 from torture.trace import values
 from torture.victims import Outputs
@@ -19,7 +19,7 @@ def test_of_two_processes_one_works_and_the_other_says_who_does(
     make_job: MakeJob, ledger_url: str, expected: Outputs, is_new: bool
 ) -> None:
     job = make_job("job", ledger_url, engine__runtime=SLOW)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     if not is_new:
         witness.note_start()
         killed = job.start(failpoint=("after_commit", 3))
@@ -44,7 +44,7 @@ def test_a_job_is_free_again_as_soon_as_its_driver_is_killed(
     make_job: MakeJob, ledger_url: str, expected: Outputs
 ) -> None:
     job = make_job("job", ledger_url, engine__runtime=SLOW, lease_seconds=3600)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     witness.note_start()
     driver = job.start()
     driver.wait_until(lambda: len(values(driver.events(), "committed")) >= 2)
@@ -66,7 +66,7 @@ def test_many_at_once_leave_one_whole_job(
     make_job: MakeJob, ledger_url: str, expected: Outputs
 ) -> None:
     job = make_job("job", ledger_url)
-    witness = Witness(job, NUM_ROWS)
+    witness = Witness(job)
     crowd = []
     for _ in range(6):
         witness.note_start()

@@ -4,39 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from job_builders import make_job, questions, read_rows, run_job, write_job
 from ledger_builders import new_job
+from terminal import Terminal
 
-from flows.cli import main
 from flows.job_run import JobRun
 from flows.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-class Terminal:
-    """Calls the command line as a shell does."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capfd = capfd
-
-    def __call__(self, *arguments: str) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["tokenmill", *arguments])
-        self._capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = self._capfd.readouterr()
-        return Ended(caught.value.code or 0, out, err)  # type: ignore[arg-type]
 
 
 @pytest.fixture

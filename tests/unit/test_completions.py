@@ -1,10 +1,11 @@
 """What is stored comes back: any text, in little memory; every test runs on SQLite and on PostgreSQL."""
 
-from dataclasses import replace
+import dataclasses
 
 import psutil
 import pytest
 from ledger_builders import acquire, error_row, new_job, ok_row, stored
+from msgspec.structs import replace
 from sqlalchemy import func, select, text
 
 from flows.ledger import Ledger
@@ -60,7 +61,9 @@ def test_text_is_searched_by_sql(ledger: Ledger) -> None:
 def test_config_and_fingerprint_hold_any_text_and_no_nan(ledger: Ledger) -> None:
     odd = new_job()
     config = {"template": "a\x00\ud800\u2028", "limit": float("inf"), "list": [float("nan"), 1]}
-    job = ledger.create_job(replace(odd, config=config, fingerprint={"path": "caf\udce9"}))
+    job = ledger.create_job(
+        dataclasses.replace(odd, config=config, fingerprint={"path": "caf\udce9"})
+    )
     assert job.config == {"template": "a\x00\ud800\u2028", "limit": None, "list": [None, 1]}
     assert job.fingerprint == {"path": "caf\udce9"}
 

@@ -1,10 +1,15 @@
 """CSV: records with quoted line ends are rows, cells are strings, and nothing is lost in silence."""
 
+import csv
 import gzip
+import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from source_builders import complaint, good, make_reader, read_source
 
 from engine import ConfigError, RequestErrorCode
@@ -172,3 +177,42 @@ def test_a_file_that_changed_is_found_out(tmp_path: Path) -> None:
         path.write_text("prompt\na\n")
         with pytest.raises(ConfigError, match=r"rows\.csv, line 3: the row is gone"):
             reader.read_at(last.row_index, last.location)
+
+
+_CELLS = st.text(st.sampled_from('ab",\n\r\u2028\x85\t \x00;'), max_size=6)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    records=st.lists(st.lists(_CELLS, min_size=2, max_size=2), max_size=6),
+    line_end=st.sampled_from(["\n", "\r\n"]),
+    mark=st.sampled_from(["", "\ufeff"]),
+)
+def test_what_a_writer_of_csv_has_written_comes_back(
+    records: list[list[str]], line_end: str, mark: str
+) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator=line_end, quoting=csv.QUOTE_ALL)
+    writer.writerows([["prompt", "x"], *records])
+    with tempfile.TemporaryDirectory() as folder:
+        rows = read_csv(Path(folder), (mark + text.getvalue()).encode())
+    assert [list(row.columns.values()) for row in rows] == records
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.sampled_from([b'"', b",", b"\n", b"a", b"\xff", b"\r", b"\xef\xbb\xbf"]), max_size=30
+    )
+)
+def test_any_bytes_are_rows_or_a_reason_to_stop(pieces: list[bytes]) -> None:
+    rows: list[PromptRecord | BadRow] = []
+    reason = "a quoted cell is not closed"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rows = read_csv(Path(folder), b"prompt,x\n" + b"".join(pieces))
+        except ConfigError as error:
+            reason = str(error)
+    assert "a quoted cell is not closed" in reason
+    lines = [row.location.line for row in rows]
+    assert lines == sorted(set(lines))

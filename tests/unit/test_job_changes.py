@@ -1,8 +1,8 @@
 """Failed rows that are asked again, and jobs that take answers over; on SQLite and PostgreSQL."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from ledger_builders import (
     skipped_row,
     stored,
 )
+from msgspec.structs import replace
 
 from engine import LedgerError, TokenLogprob
 from flows.job_changes import RetrySummary, fork_rows, refuse_fork, retry_failed
@@ -26,7 +27,7 @@ from flows.row_index import IndexRow, RowIndex
 from flows.schema import JobState, ShardState
 
 HASH = b"0123456789abcdef"
-GONE = replace(Owner.current(), start_time=1)
+GONE = dataclasses.replace(Owner.current(), start_time=1)
 
 
 def crashed(row_index: int) -> CompletionRow:
@@ -228,7 +229,9 @@ class TestFork:
     def test_another_seed_holds_for_rows_that_draw_nothing(
         self, ledger: Ledger, parent: JobRow, tmp_path: Path
     ) -> None:
-        child = ledger.create_job(replace(new_job("child", num_rows=2, num_shards=1), seed=5))
+        child = ledger.create_job(
+            dataclasses.replace(new_job("child", num_rows=2, num_shards=1), seed=5)
+        )
         drawn, greedy = planned(0, "row-0"), planned(1, "row-1", may_fold=True)
         with index_of(tmp_path, drawn, greedy) as index:
             summary = fork_rows(ledger, parent, child, index)

@@ -240,10 +240,16 @@ class TestPoison:
         self, tmp_path: Path
     ) -> None:
         rows = questions(24)
+        sampling = {"max_tokens": 4, "temperature": 1.0}
+        whole = make_job(
+            tmp_path, rows, sampling=sampling, job_id="whole", job_dir=str(tmp_path / "whole")
+        )
+        run_job(whole)
+        expected = {row.row_id: row.text for row in stored_rows(whole)}
         for index in (5, 17):
             rows[index] = {"id": f"q{index}", "prompt": "this is poison"}
         config = make_job(
-            tmp_path, rows, shards=1, sampling={"max_tokens": 4, "temperature": 1.0},
+            tmp_path, rows, shards=1, sampling=sampling,
             engine__runtime={"inline": False, "mock_crash_text": "poison"},
         )  # fmt: skip
         outcome, (summary,) = run_job(config)
@@ -253,12 +259,12 @@ class TestPoison:
         )
         failed = {row.row_id: row.error_code for row in stored_rows(config) if row.error_code}
         assert failed == {"q5": "engine_crash", "q17": "engine_crash"}
+        answers = {row.row_id: row.text for row in stored_rows(config)}
+        assert answers == expected | dict.fromkeys(failed)
         assert 4 <= summary.num_worker_deaths <= 10
         assert stats_of(config)["num_worker_deaths"] == summary.num_worker_deaths
 
-    def test_a_device_that_is_lost_again_is_avoided_and_another_does_the_work(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_job_whose_every_device_is_lost_again_ends_as_failed(self, tmp_path: Path) -> None:
         config = make_job(
             tmp_path, questions(8), shards=1,
             engine__runtime={"inline": True, "mock_device_lost_after_steps": 0},

@@ -1,9 +1,9 @@
 """Jobs, resume and commits; every test runs on SQLite and on PostgreSQL."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from ledger_builders import (
     skipped_row,
     stored,
 )
+from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from engine import LedgerError, TokenLogprob
@@ -295,7 +296,7 @@ def test_only_one_process_drives_a_job(ledger: Ledger) -> None:
 
 def test_a_driver_that_is_gone_or_silent_is_replaced(ledger: Ledger) -> None:
     job = ledger.create_job(new_job())
-    dead = replace(Owner.current(), start_time=1)
+    dead = dataclasses.replace(Owner.current(), start_time=1)
     for owner, lease_seconds in ((dead, 3600), (ELSEWHERE, 0.001), (Owner.current(), 60)):
         time.sleep(0.01)
         ledger.acquire_job(job.job_key, owner=owner, lease_seconds=lease_seconds)

@@ -1,7 +1,7 @@
 """What `tokenmill ledger check` finds: nothing in a ledger that is well, the one thing that is not."""
 
+import dataclasses
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from ledger_builders import (
     ok_row,
     skipped_row,
 )
+from msgspec.structs import replace
 from sqlalchemy import create_engine, text
 
 from engine import LedgerError
@@ -96,7 +97,7 @@ def test_a_job_that_is_not_there_is_refused(ledger: Ledger) -> None:
 def test_a_running_job_whose_driver_is_gone_is_resumable_and_no_fault(
     ledger: Ledger, job: JobRow
 ) -> None:
-    gone = replace(Owner.current(), start_time=1)
+    gone = dataclasses.replace(Owner.current(), start_time=1)
     ledger.acquire_job(job.job_key, owner=gone, lease_seconds=60)
     ledger.set_job_state(job.job_key, JobState.RUNNING)
     results = check_job(ledger, job.job_id)

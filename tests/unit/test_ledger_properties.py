@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -17,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from ledger_builders import acquire, error_row, lose, new_job, ok_row, silence, skipped_row
+from msgspec.structs import replace
 
 from engine import LedgerError
 from flows.job_changes import retry_failed

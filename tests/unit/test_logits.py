@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.layers.logits import process
+from engine.layers.sampler import sample
+from engine.layers.slot import Slot
 from engine.messages import SamplerSpec
-from engine.worker.logits import process
-from engine.worker.model_input import Slot
-from engine.worker.sampler import sample
 
 VOCAB_SIZE = 24
 NEVER = float("-inf")

@@ -129,6 +129,8 @@ def test_what_asks_for_nothing_is_passed_over(tmp_path: Path) -> None:
         ({"response_format": {"type": "json_object"}}, "body.response_format is"),
         ({"echo": True}, "body.echo is True"),
         ({"best_of": 3}, "body.best_of is 3"),
+        ({"best_of": True}, "body.best_of is True"),
+        ({"stream": 0}, "body.stream is 0"),
         ({"suffix": "end"}, "body.suffix is 'end'"),
         ({"use_beam_search": True}, "body.use_beam_search"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "they belong in engine.chat"),

@@ -12,6 +12,7 @@ import pytest
 from source_builders import complaint, good, make_reader, read_source
 
 from engine import ConfigError, RequestErrorCode
+from flows.config import SourceConfig
 from flows.records import BadRow
 from flows.sources import byte_streams, jsonl
 
@@ -210,3 +211,25 @@ def test_a_protocol_whose_package_is_missing_names_it() -> None:
 def test_an_unknown_protocol_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nosuch://.*not a URL that can be read"):
         make_reader({"path": "nosuch://bucket/a.jsonl"})
+
+
+@pytest.mark.parametrize("method", ["exists", "glob", "open"])
+def test_errors_of_a_store_are_told_with_the_source(
+    memory_files: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    class NoCredentialsError(Exception):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise NoCredentialsError("who are you?")
+
+    memory_files.pipe("/in/a.jsonl", LINES)
+    monkeypatch.setattr(type(memory_files), method, fail)
+    name = "*.jsonl" if method == "glob" else "a.jsonl"
+    with pytest.raises(ConfigError, match=r"memory://in/.*: .*NoCredentialsError.*who are you"):
+        list(make_reader({"path": f"memory://in/{name}"}).read_all())
+
+
+def test_the_query_of_a_url_is_no_pattern() -> None:
+    assert not SourceConfig(path="https://host/a.jsonl?version=1").is_pattern
+    assert SourceConfig(path="s3://bucket/*.jsonl").is_pattern

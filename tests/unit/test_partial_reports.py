@@ -3,9 +3,9 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from partial_builders import (
     continued,
     conversation,

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from source_builders import comparable
 
 from engine import ConfigError, RequestErrorCode, SamplingParams
 from flows.config import ColumnMapping, PromptConfig, SourceConfig
 from flows.records import (
-    RESULT_FIELDS,
     BadRow,
-    ManifestHash,
-    OutputNames,
     PromptRecord,
     RecordReader,
     RowLocation,
-    refuse_to_overwrite_a_source,
 )
 
 TEXT = PromptConfig(format="text")
@@ -244,7 +241,7 @@ def test_the_same_answer_comes_at_one_place_as_in_order(tmp_path: Path) -> None:
     with make_reader(tmp_path, content) as reader:
         rows = list(reader.read_all())
         again = [reader.read_at(row.row_index, row.location) for row in reversed(rows)]
-    assert [_comparable(row) for row in reversed(again)] == [_comparable(row) for row in rows]
+    assert [comparable(row) for row in reversed(again)] == [comparable(row) for row in rows]
 
 
 def test_a_row_that_is_gone_says_that_the_file_has_changed(tmp_path: Path) -> None:
@@ -284,64 +281,6 @@ def test_the_content_hash_is_of_the_rows_that_count(tmp_path: Path) -> None:
     assert make_reader(tmp_path, rows, limit=1).content_hash() != whole
     assert make_reader(tmp_path, rows.replace(b"b", b"c")).content_hash() != whole
     assert list(whole) == ["rows"]
-
-
-def test_the_manifest_tells_rows_apart_however_their_ids_are_cut() -> None:
-    def manifest(*row_ids: str, source_hash: str = "f") -> str:
-        digest = ManifestHash()
-        for row_id in row_ids:
-            digest.add(row_id)
-        return digest.finish({"source": source_hash})
-
-    assert manifest("a", "b") == manifest("a", "b")
-    assert len({manifest("a", "b"), manifest("ab"), manifest("b", "a"), manifest("a1:b")}) == 4
-    assert manifest("a", source_hash="e") != manifest("a")
-
-
-@pytest.mark.parametrize("field", RESULT_FIELDS)
-def test_a_column_with_the_name_of_a_result_field_is_refused(tmp_path: Path, field: str) -> None:
-    with make_reader(tmp_path, json.dumps({"prompt": "a", field: 1}).encode()) as reader:
-        (row,) = reader.read_all()
-        with pytest.raises(ConfigError, match=rf"line 1: the column '{field}'.*result_prefix"):
-            OutputNames("").check(row, reader)
-        OutputNames("answer_").check(row, reader)
-
-
-def test_a_prefix_can_collide_as_well(tmp_path: Path) -> None:
-    with make_reader(tmp_path, b'{"prompt": "a", "my_text": 1}') as reader:
-        (row,) = reader.read_all()
-        OutputNames("").check(row, reader)
-        with pytest.raises(ConfigError, match="'my_text'"):
-            OutputNames("my_").check(row, reader)
-
-
-def test_a_column_called_row_id_must_be_the_id(tmp_path: Path) -> None:
-    content = b'{"prompt": "a", "row_id": 5}'
-    with make_reader(tmp_path, content) as reader:
-        (row,) = reader.read_all()
-        with pytest.raises(ConfigError, match=r"columns\.id: row_id"):
-            OutputNames("").check(row, reader)
-    with make_reader(tmp_path, content, columns=ColumnMapping(id="row_id")) as reader:
-        (row,) = reader.read_all()
-        OutputNames("").check(row, reader)
-
-
-def test_the_output_may_not_be_a_source_by_another_name(tmp_path: Path) -> None:
-    with make_reader(tmp_path, b"{}\n") as reader:
-        (tmp_path / "link.jsonl").hardlink_to(tmp_path / "rows.jsonl")
-        refuse_to_overwrite_a_source(reader.sources, tmp_path / "new.jsonl")
-        with pytest.raises(ConfigError, match="overwritten"):
-            refuse_to_overwrite_a_source(reader.sources, tmp_path / "link.jsonl")
-
-
-def _comparable(row: PromptRecord | BadRow) -> tuple[Any, ...]:
-    # repr, because NaN in a column is not equal to itself.
-    place = (row.row_index, row.row_id, row.location, repr(row.columns))
-    if isinstance(row, BadRow):
-        return (*place, row.error.code, row.error.message)
-    prompts = (row.prompt, repr(row.messages), row.prompt_token_ids)
-    options = (row.turns, repr(row.sampling), row.priority, row.timeout_seconds)
-    return (*place, *prompts, *options)
 
 
 _JSON = st.recursive(
@@ -395,7 +334,7 @@ def test_any_bytes_give_one_row_for_each_line_that_is_not_blank(
             again = [reader.read_at(row.row_index, row.location) for row in rows]
     assert [row.location.line for row in rows] == wanted
     assert [row.row_index for row in rows] == list(range(len(wanted)))
-    assert [_comparable(row) for row in again] == [_comparable(row) for row in rows]
+    assert [comparable(row) for row in again] == [comparable(row) for row in rows]
     for row in rows:
         row.row_id.encode("utf-8")
         if isinstance(row, BadRow):

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.layers.sampler import sample, uniform_number
+from engine.layers.slot import Slot
 from engine.messages import SamplerSpec
-from engine.worker.model_input import Slot
-from engine.worker.sampler import sample, uniform_number
 
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PLAIN = GREEDY | {"temperature": 1.0}

@@ -14,6 +14,7 @@ from source_builders import complaint, good, make_reader, read_source
 from engine import ConfigError
 from flows.config import PromptConfig
 from flows.records import BadRow
+from flows.sources.dataset import DatasetFolder
 from flows.sources.tables import TableFile
 
 
@@ -215,6 +216,12 @@ def test_the_hash_does_not_depend_on_how_the_table_is_cut(tmp_path: Path) -> Non
     write_parquet(tmp_path / "p.parquet", numbered(1, 101))
     with make_reader({"path": path}) as reader:
         assert reader.content_hash()["p"] not in hashes
+
+
+def test_a_dataset_is_entered_at_the_batch_that_holds_the_row(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "d", numbered(0, 2000), numbered(2000, 4000))
+    for row, first in ((0, 0), (699, 0), (700, 700), (1999, 1400), (2000, 2000), (3999, 3400)):
+        assert next(DatasetFolder(str(folder)).batches_from(row))[0] == first
 
 
 def test_walking_on_reads_each_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from engine.backends import load_backend
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import ConfigError
 from engine.layers.paged_attention import LayerShape
-from engine.models.slices import can_share_heads, packed_ranges, range_of, range_of_heads
-from engine.models.tensor_parallel import check_plan, split_model
+from engine.layers.slices import can_share_heads, packed_ranges, range_of, range_of_heads
+from engine.layers.tensor_parallel import check_plan, split_model
 from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import count_blocks
 from engine.worker.model_runner import share_of_threads

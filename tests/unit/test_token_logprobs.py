@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.layers.logprobs import score
 from engine.logprobs import TokenLogprob
-from engine.worker.logprobs import score
 
 NAN, NEVER = float("nan"), float("-inf")
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.layers.slot import Slot
+from engine.layers.token_counts import TokenCounts
 from engine.messages import SamplerSpec
-from engine.worker.model_input import Slot
-from engine.worker.token_counts import TokenCounts
 
 _NEVER = float("-inf")
 

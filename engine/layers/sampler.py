@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.layers.logits import process
+from engine.layers.slot import Slot
 from engine.messages import SamplerSpec
-from engine.worker.logits import process
-from engine.worker.model_input import Slot
 
 _MASK = (1 << 64) - 1
 

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from engine.errors import ConfigError
-from engine.models import exchanges
-from engine.models.slices import (
+from engine.layers import exchanges
+from engine.layers.slices import (
     Range,
     Slice,
     can_share_heads,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.models.slices import Range
+from engine.layers.slices import Range
 from engine.parallel import ParallelGroup
 
 

@@ -1,0 +1,40 @@
+"""What several commands share: options, the ledger's jobs as configurations, JSON on stdout."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from flows.config import JobConfig, default_ledger_url
+from flows.job_file import validate_job_config
+from flows.ledger import Ledger
+from flows.ledger_rows import JobRow
+
+LedgerOption = Annotated[
+    str | None,
+    typer.Option("--ledger", help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+JobArgument = Annotated[str, typer.Argument(help="The job's id.")]
+
+
+def open_ledger(ledger_url: str | None) -> Ledger:
+    """Open a ledger that must be there, the default one when none is named.
+
+    Raises:
+        LedgerError: there is none, or it cannot be used.
+    """
+    return Ledger.open(ledger_url or default_ledger_url(), must_exist=True)
+
+
+def config_of(job: JobRow, ledger_url: str | None) -> JobConfig:
+    """Return the configuration that the job was started with, on this ledger."""
+    # What the environment names stays there: it may hold a password, and Prefect keeps parameters.
+    is_default = ledger_url in (None, default_ledger_url())
+    stored = {**job.config, "ledger_url": None if is_default else ledger_url}
+    return validate_job_config(stored, origin=f"the configuration of job {job.job_id}")
+
+
+def print_json(value: object) -> None:
+    """Print a value to stdout, for machines."""
+    typer.echo(json.dumps(value, indent=2, default=str))
