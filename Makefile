@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup format lint types layers test test-unit test-integration docs-check check demo clean
+.PHONY: help setup format lint types layers test test-unit test-integration docs-check check demo image clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -75,6 +75,9 @@ $(DEMO_PROMPTS): | $(STAMP)
 demo: $(STAMP) $(DEMO_MODEL) $(DEMO_PROMPTS) ## Answer 64 HumanEval prompts with a real model.
 	@$(BIN)/python -m flows.demo $(DEMO)
 	@$(BIN)/tokenmill run configs/jobs/demo.yaml
+
+image: ## Build the image of docker/Dockerfile; needs Docker. docker/compose.yml builds it too.
+	docker build -f docker/Dockerfile $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") -t tokenmill .
 
 clean: ## Remove .venv, the demo's files and all caches; runs/ with your jobs stays.
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,8 +6,7 @@ Accounting only. `try_grow` changes nothing when it fails, so the scheduler can 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-
-import numpy as np
+from struct import Struct
 
 from engine.block_pool import BlockPool
 from engine.config import CacheConfig
@@ -33,6 +32,7 @@ class CacheManager:
         self._sliding_window = sliding_window
         self._is_prefix_caching = config.enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._pack_block = Struct(f"<{config.block_size}q").pack
 
     @property
     def usage(self) -> CacheUsage:
@@ -160,9 +160,9 @@ class CacheManager:
         if len(hashes) >= num_blocks:
             return
         size = self.block_size
-        first = len(hashes)
-        tokens = np.asarray(request.known_token_ids(first * size, num_blocks * size), np.int64)
-        for block in tokens.reshape(num_blocks - first, size):
-            digest = blake2b(hashes[-1] if hashes else b"", digest_size=16)
-            digest.update(block.tobytes())
-            hashes.append(digest.digest())
+        last = hashes[-1] if hashes else b""
+        token_ids = request.known_token_ids(len(hashes) * size, num_blocks * size)
+        for start in range(0, len(token_ids), size):
+            packed = self._pack_block(*token_ids[start : start + size])
+            last = blake2b(last + packed, digest_size=16).digest()
+            hashes.append(last)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -21,6 +21,9 @@ _CONFIG_NAME = "config.json"
 _GENERATION_CONFIG_NAME = "generation_config.json"
 # Bytes of a weights file that its fingerprint reads at the head, in the middle and at the end.
 _SAMPLE_BYTES = 1 << 20
+# Bytes of each tensor, from its middle: a fine-tune may leave all but a few tensors as they were.
+_TENSOR_SAMPLE_BYTES = 1 << 12
+_MAX_HEADER_BYTES = 100_000_000
 # The sampling defaults that a generation_config.json may set, and our names of them.
 _GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -112,7 +115,8 @@ class ModelSource:
     def fingerprint(self) -> dict[str, str]:
         """Return what decides the answers: a hash of the folder's files, dtype, length, EOS ids.
 
-        Small files are hashed whole; of a weights file its size and three samples are.
+        Small files are hashed whole; of a weights file its size, three samples and a piece of
+        each tensor are.
         """
         facts = {
             "max_model_len": str(self.max_model_len),
@@ -210,7 +214,7 @@ def _hash_folder(path: Path) -> str:
 
 
 def _file_digest(file: Path) -> bytes:
-    """Hash a file: whole when small, else its size and a sample of its head, middle and end."""
+    """Hash a file: whole when small, else its size, its head, middle and end, and each tensor."""
     digest = blake2b(digest_size=16)
     size = file.stat().st_size
     digest.update(size.to_bytes(8, "little"))
@@ -222,4 +226,19 @@ def _file_digest(file: Path) -> bytes:
             for offset in (0, size // 2, size - _SAMPLE_BYTES):
                 stream.seek(offset)
                 digest.update(stream.read(_SAMPLE_BYTES))
+            for offset in _tensor_middles(stream):
+                stream.seek(offset)
+                digest.update(stream.read(_TENSOR_SAMPLE_BYTES))
     return digest.digest()
+
+
+def _tensor_middles(stream: BinaryIO) -> list[int]:
+    """Return the middle of each tensor of a safetensors file; none when it has no such header."""
+    stream.seek(0)
+    length = int.from_bytes(stream.read(8), "little")
+    try:
+        header = json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))
+        header.pop("__metadata__", None)
+        return sorted(8 + length + sum(tensor["data_offsets"]) // 2 for tensor in header.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -1,54 +1,74 @@
 """The flow `batch-inference`: plan, shards as tasks, outputs. Thin: the work is in job_run."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from engine import ExitCode, TokenmillError
 from flows.config import JobConfig
+from flows.job_file import load_job_config
 from flows.job_run import JobOutcome, JobRun
+from flows.run_artifacts import publish_run
 from flows.tasks import run_all_shards
 
 logger = logging.getLogger(__name__)
 
 
 def _flow_run_name() -> str:
-    config: Any = runtime.flow_run.parameters["config"]
-    values = config if isinstance(config, dict) else config.model_dump()
-    return str(values.get("job_id") or values["name"])
+    """Name a flow run as its job; a job that cannot be read has the name of its file."""
+    parameter: Any = runtime.flow_run.parameters["config"]
+    try:
+        config = _read_job(JobConfig(**parameter) if isinstance(parameter, dict) else parameter)
+    except (TokenmillError, ValueError):
+        return str(parameter)[:120]
+    assert config.job_id is not None
+    return config.job_id
 
 
 @flow(name="batch-inference", flow_run_name=_flow_run_name, persist_result=False)
-def batch_inference(config: JobConfig) -> State[Any]:
-    """Answer every row of the sources exactly once; the same job_id resumes."""
-    flow_run_id = str(runtime.flow_run.id)
-    if config.job_id is None:
-        # From the flow run, so that the UI's Retry goes on with this job.
-        config = config.model_copy(update={"job_id": f"{config.name}-{flow_run_id[:8]}"})
+def batch_inference(config: JobConfig | str) -> State[Any]:
+    """Answer every row of the sources exactly once; the same job_id resumes.
+
+    Args:
+        config: A job, or the path of its YAML file where the worker runs. Without a job_id, the
+            job is named by this flow run: Retry goes on with it, and the next run is a new job.
+    """
     try:
-        with JobRun.open(config, flow_run_id=flow_run_id) as run:
+        job_config = _read_job(config)
+        _let_lines_through(job_config.engine.log_level)
+        with JobRun.open(job_config, flow_run_id=str(runtime.flow_run.id)) as run:
             summaries, failures = run_all_shards(run)
             outcome = run.finish(summaries, failures)
+            publish_run(run, outcome, summaries)
     except TokenmillError as error:
         return Failed(message=f"{type(error).__name__}: {error}", data=error)
-    _publish(outcome)
+    logger.info("job=%s state=%s: %s", outcome.job_id, outcome.state.value, outcome.message)
+    return _state_of(outcome)
+
+
+def _read_job(config: JobConfig | str) -> JobConfig:
+    """Return the job with its id: its own, else one that is the flow run's at every Retry."""
+    if isinstance(config, str):
+        config = load_job_config(Path(config))
+    if config.job_id is not None:
+        return config
+    flow_run_id = str(runtime.flow_run.id)
+    return config.model_copy(update={"job_id": f"{config.name}-{flow_run_id[:8]}"})
+
+
+def _let_lines_through(level: str) -> None:
+    """Give our loggers a level where nobody has: Prefect adds a handler to them, but no level."""
+    for name in ("engine", "flows"):
+        package = logging.getLogger(name)
+        if package.level == logging.NOTSET:
+            package.setLevel(level)
+
+
+def _state_of(outcome: JobOutcome) -> State[Any]:
     is_completed = outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
     state = Completed if is_completed and not outcome.has_too_many_failed else Failed
     return state(message=outcome.message, data=outcome)
-
-
-def _publish(outcome: JobOutcome) -> None:
-    logger.info("job=%s state=%s: %s", outcome.job_id, outcome.state.value, outcome.message)
-    try:
-        create_markdown_artifact(
-            key="summary",
-            description=outcome.job_id,
-            markdown=f"## {outcome.job_id}\n\n{outcome.state.value}: {outcome.message}\n\n"
-            f"Output: `{outcome.output_path}`",
-        )
-    except Exception as error:  # noqa: BLE001 - a picture that fails must not fail the job
-        logger.warning("no summary artifact: %s", error)

@@ -16,6 +16,7 @@ from flows.cli_options import (
     print_json,
 )
 from flows.console import data, print_table, rounded, set_up_logging, talk
+from flows.device_commands import show_devices
 from flows.experiments import list_experiments
 from flows.exporter import export_job
 from flows.foreground import run_in_foreground
@@ -39,6 +40,7 @@ app = typer.Typer(
 experiments_app = typer.Typer(no_args_is_help=True, help="The experiment log.")
 app.add_typer(experiments_app, name="experiments")
 app.add_typer(ledger_app, name="ledger")
+app.command("devices")(show_devices)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """How text from outside and token ids are kept in a column, on SQLite and on PostgreSQL alike."""
 
 import re
+import struct
 import zlib
 from collections.abc import Sequence
 
-import numpy as np
 from sqlalchemy import Dialect, LargeBinary, Text, TypeDecorator
 
 from engine import LedgerError
@@ -13,6 +13,11 @@ from engine import LedgerError
 _ESCAPE = "\x1a"
 _TO_ESCAPE = re.compile("[\x00\x1a\ud800-\udfff]")
 _ESCAPED = re.compile("\x1a([0-9a-f]{4})")
+# Says that what follows is not compressed; no zlib stream begins with it.
+_PLAIN = b"\0"
+# Compressing so little takes thirty times as long as packing it, and saves nothing.
+_MAX_PLAIN_BYTES = 128
+_BYTES_PER_TOKEN = 4
 
 
 class OutsideText(TypeDecorator[str]):
@@ -39,7 +44,7 @@ class OutsideText(TypeDecorator[str]):
 
 
 class TokenIds(TypeDecorator[Sequence[int]]):
-    """Token ids as zlib-compressed little-endian int32."""
+    """Token ids as little-endian int32, compressed by zlib unless they are few."""
 
     impl = LargeBinary
     cache_ok = True
@@ -48,7 +53,10 @@ class TokenIds(TypeDecorator[Sequence[int]]):
         """Pack the ids; level 1, because the writer waits for it."""
         if value is None:
             return None
-        return zlib.compress(np.asarray(value, dtype="<i4").tobytes(), 1)
+        packed = struct.pack(f"<{len(value)}i", *value)
+        if len(packed) <= _MAX_PLAIN_BYTES:
+            return _PLAIN + packed
+        return zlib.compress(packed, 1)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> tuple[int, ...] | None:
         """Unpack the ids.
@@ -59,6 +67,8 @@ class TokenIds(TypeDecorator[Sequence[int]]):
         if value is None:
             return None
         try:
-            return tuple(np.frombuffer(zlib.decompress(value), dtype="<i4").tolist())
-        except (zlib.error, ValueError) as error:
+            is_plain = value.startswith(_PLAIN)
+            packed = value[len(_PLAIN) :] if is_plain else zlib.decompress(value)
+            return struct.unpack(f"<{len(packed) // _BYTES_PER_TOKEN}i", packed)
+        except (zlib.error, struct.error) as error:
             raise LedgerError(f"its token ids cannot be unpacked: {error}") from error

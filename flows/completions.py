@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
-from sqlalchemy import Connection, RowMapping, Select, case, delete, func, insert, select, tuple_
+from sqlalchemy import (
+    Connection,
+    RowMapping,
+    Select,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    tuple_,
+)
 
 from engine import LedgerError
 from flows import unfinished
@@ -26,6 +37,11 @@ _COUNTER_OF_STATE = {
     RowState.SKIPPED: "num_skipped",
 }
 _KEY = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
+# Built once: every commit asks it, and to name a thousand rows in a new statement takes long.
+_OF_ROWS = select(CompletionTable).where(
+    CompletionTable.job_key == bindparam("job_key"),
+    CompletionTable.row_index.in_(bindparam("row_indices", expanding=True)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +248,8 @@ def _find_existing(
     """Return every sample that the ledger has of these rows."""
     if len({row.key for row in rows}) != len(rows):
         raise LedgerError("one commit has the same (row, sample) twice; this is a bug, report it")
-    query = select(CompletionTable).where(
-        CompletionTable.job_key == job_key,
-        CompletionTable.row_index.in_({row.row_index for row in rows}),
-    )
-    return [_read(row) for row in connection.execute(query).mappings()]
+    values = {"job_key": job_key, "row_indices": list({row.row_index for row in rows})}
+    return [_read(row) for row in connection.execute(_OF_ROWS, values).mappings()]
 
 
 def _is_stored(connection: Connection, origin: Origin, rows: Sequence[CompletionRow]) -> bool:

@@ -21,6 +21,7 @@ LEDGER_URL_VARIABLE = "TOKENMILL_LEDGER_URL"
 DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
 # 30 years; an operating system cannot wait for an infinite time.
 MAX_TIMEOUT_SECONDS = 1_000_000_000
+DEFAULT_WARM_SECONDS = 60.0
 
 
 class OutputFormat(StrEnum):
@@ -170,6 +171,17 @@ class JobConfig(Section):
         "failed; it can be resumed. Left out, every row is tried.",
     )
     shards: int = Field(default=1, ge=1, le=10_000, description="Parts that run on their own.")
+    warm_seconds: float = Field(
+        default=DEFAULT_WARM_SECONDS, ge=0, le=MAX_TIMEOUT_SECONDS,
+        description="A loaded model that no shard uses is closed after so long, or when another "
+        "process waits for its devices; 0 loads it anew for each shard.",
+    )  # fmt: skip
+    device_lock_dir: Path | None = Field(
+        default=None,
+        description="Folder of the locks that keep the processes of a host from using one device "
+        "at a time; /tmp/tokenmill-devices when left out. The cpu and the mock device, which may "
+        "be shared, are locked only when it is given.",
+    )
     ledger_url: str | None = Field(
         default=None,
         description="SQLAlchemy URL of the ledger; the variable TOKENMILL_LEDGER_URL, else "

@@ -271,8 +271,7 @@ def _store(
                 by_shard[job.shard_of(row.row_index)].append(row)
         for shard_index, of_shard in sorted(by_shard.items()):
             counts = completions.store(connection, origin, of_shard)
-            jobs.add_shard_counts(connection, job.job_key, shard_index, counts)
-            jobs.add_counts(connection, job.job_key, counts)
+            jobs.add_counts(connection, job.job_key, shard_index, counts)
 
     if rows:
         ledger.database.write(work)

@@ -4,6 +4,7 @@ The lease is taken before anything of the job is changed, renewed by a thread, a
 the state in which the job is left.
 """
 
+import contextvars
 import logging
 import threading
 from types import TracebackType
@@ -11,12 +12,13 @@ from typing import Self
 
 from engine import LedgerError
 from flows.ledger import Ledger
-from flows.ledger_rows import JobLease
+from flows.ledger_rows import JobLease, JobRow
 from flows.owner import Owner
 from flows.schema import JobState
 
 logger = logging.getLogger(__name__)
 _HEARTBEATS_PER_LEASE = 3
+_ENDED = (JobState.FINISHED, JobState.FAILED)
 
 
 class JobDriver:
@@ -29,9 +31,15 @@ class JobDriver:
         self._ledger = ledger
         self._lease_seconds = lease_seconds
         self._lost = lost
+        self._job_id = ""
         self._lease: JobLease | None = None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="job-heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # its log lines belong to the job's flow run
+            args=(self._beat,),
+            name="job-heartbeat",
+            daemon=True,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -42,22 +50,24 @@ class JobDriver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the job back as interrupted, unless `finish` has given it back already."""
+        """Give the job back, unless `finish` has: as interrupted, or as it was when nothing began."""
         if self._lease is None:
             return
         try:
-            self.finish(JobState.INTERRUPTED)
+            state = self._ledger.get_job(self._job_id).state
+            self.finish(state if state in _ENDED else JobState.INTERRUPTED)
         except LedgerError as failure:
             logger.warning("the job could not be given back: %s", failure)
 
-    def take(self, job_key: int) -> None:
+    def take(self, job: JobRow) -> None:
         """Become the driver of a job.
 
         Raises:
             LedgerError: a living process drives it; says which, and what to do.
         """
+        self._job_id = job.job_id
         self._lease = self._ledger.acquire_job(
-            job_key, owner=Owner.current(), lease_seconds=self._lease_seconds
+            job.job_key, owner=Owner.current(), lease_seconds=self._lease_seconds
         )
         self._thread.start()
 

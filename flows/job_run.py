@@ -4,6 +4,7 @@
 `run_shard` answers one shard, `finish` writes outputs and the experiment row.
 """
 
+import contextvars
 import gc
 import logging
 import threading
@@ -76,7 +77,7 @@ class JobRun:
         self._driver = driver
         self._shard_job = shard_job
         self._plan = plan
-        self._stacks = StackPool(self.config.engine)
+        self._stacks = StackPool.of_job(self.config)
         self._flow_run_id = flow_run_id
         self._started = time.monotonic()
 
@@ -159,7 +160,7 @@ class JobRun:
 
     def _record(self, summaries: Sequence[ShardSummary]) -> None:
         total = RunStats()
-        busy_by_slot: dict[int, float] = {}
+        busy_by_slot: dict[int | None, float] = {}
         for summary in summaries:
             total = total.plus(summary.stats)
             busy = busy_by_slot.get(summary.slot, 0.0) + summary.stats.busy_seconds
@@ -187,6 +188,7 @@ class JobRun:
                     "num_saved_tokens": sum(s.num_saved_tokens for s in summaries),
                     "num_length": sum(s.num_length for s in summaries),
                     "num_worker_deaths": sum(s.num_worker_deaths for s in summaries),
+                    "num_loads": self._stacks.num_loads,
                 },
             ),
         )
@@ -210,7 +212,7 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[Non
         logger.warning("max_runtime_seconds=%g are over, stopping; the job can be resumed", seconds)
         stop.set()
 
-    timer = threading.Timer(seconds, stop_now)
+    timer = threading.Timer(seconds, contextvars.copy_context().run, (stop_now,))
     timer.daemon = True
     timer.start()
     try:

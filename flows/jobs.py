@@ -8,7 +8,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, delete, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    bindparam,
+    delete,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from engine import LedgerError
@@ -18,6 +27,18 @@ from flows.ledger_rows import JobRow, NewJob, ShardRow
 from flows.schema import JobState, JobTable, ShardState, ShardTable
 
 _NO_COUNTS = dict.fromkeys(COUNTERS, 0)
+# Built once: every commit has them, and building such a statement takes longer than running it.
+_ADD_TO_SHARD = (
+    update(ShardTable)
+    .where(ShardTable.job_key == bindparam("key"), ShardTable.shard_index == bindparam("index"))
+    .values({name: getattr(ShardTable, name) + bindparam(f"new_{name}") for name in COUNTERS})
+)
+_ADD_TO_JOB = (
+    update(JobTable)
+    .where(JobTable.job_key == bindparam("key"))
+    .values({name: getattr(JobTable, name) + bindparam(f"new_{name}") for name in COUNTERS})
+    .values(updated_at=bindparam("now"))
+)
 
 
 def create(connection: Connection, job: NewJob, *, created_at: float) -> None:
@@ -80,27 +101,19 @@ def set_state(connection: Connection, job_key: int, state: JobState) -> None:
     _update(connection, job_key, {"state": state})
 
 
-def add_counts(connection: Connection, job_key: int, counts: Mapping[str, int]) -> None:
-    """Add to the job's counters."""
-    values = {name: getattr(JobTable, name) + number for name, number in counts.items()}
-    _update(connection, job_key, values)
+def add_counts(
+    connection: Connection, job_key: int, shard_index: int, counts: Mapping[str, int]
+) -> None:
+    """Add to the counters of a shard and of its job; counts has all of them."""
+    values = {f"new_{name}": number for name, number in counts.items()} | {"key": job_key}
+    connection.execute(_ADD_TO_SHARD, {**values, "index": shard_index})
+    connection.execute(_ADD_TO_JOB, {**values, "now": time.time()})
 
 
 def count_failed(connection: Connection, job_key: int) -> int:
     """Return how many rows of the job have failed."""
     query = select(JobTable.num_error).where(JobTable.job_key == job_key)
     return connection.execute(query).scalar_one()
-
-
-def add_shard_counts(
-    connection: Connection, job_key: int, shard_index: int, counts: Mapping[str, int]
-) -> None:
-    """Add to a shard's counters."""
-    connection.execute(
-        update(ShardTable)
-        .where(ShardTable.job_key == job_key, ShardTable.shard_index == shard_index)
-        .values({name: getattr(ShardTable, name) + number for name, number in counts.items()})
-    )
 
 
 def reshard(

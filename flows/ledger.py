@@ -284,8 +284,7 @@ class Ledger:
         def work(connection: Connection) -> int:
             leases.fence(connection, lease, heartbeat_at=self.database.now())
             counts = completions.store(connection, origin, rows)
-            jobs.add_shard_counts(connection, lease.job_key, lease.shard_index, counts)
-            jobs.add_counts(connection, lease.job_key, counts)
+            jobs.add_counts(connection, lease.job_key, lease.shard_index, counts)
             return jobs.count_failed(connection, lease.job_key)
 
         return self.database.write(work)
@@ -382,7 +381,6 @@ class Ledger:
                 by_shard[job.shard_of(row.row_index)].append(row)
             for shard_index, rows in sorted(by_shard.items()):
                 counts = completions.store(connection, origin, rows)
-                jobs.add_shard_counts(connection, job_key, shard_index, counts)
-                jobs.add_counts(connection, job_key, counts)
+                jobs.add_counts(connection, job_key, shard_index, counts)
 
         self.database.write(work)

@@ -68,10 +68,10 @@ def check_whole_ledger(ledger: Ledger) -> list[CheckResult]:
     """Check what belongs to no single job: the file itself, and rows of jobs that are not there."""
     damages = find_damages(ledger.database, _SHOWN_PROBLEMS)
     with ledger.database.read(fetch_rows=_FETCH_ROWS) as connection:
-        return [
-            _result(None, "database", "the database is sound", damages),
-            _result(None, "orphans", "everything belongs to a job", _find_orphans(connection)),
-        ]
+        orphans = _result(None, "orphans", "everything belongs to a job", _find_orphans(connection))
+    if damages is None:
+        return [orphans]
+    return [_result(None, "database", "the database is sound", damages), orphans]
 
 
 def _result(

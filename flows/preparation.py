@@ -52,10 +52,12 @@ def resolve(config: JobConfig) -> JobConfig:
     job_dir = config.job_dir or Path("runs") / job_id
     log_dir = engine.log_dir or job_dir / "logs"
     output, errors = config.output.path, config.output.errors_path
+    lock_dir = config.device_lock_dir
     return config.model_copy(
         update={
             "job_id": job_id,
             "job_dir": job_dir.absolute(),
+            "device_lock_dir": lock_dir and lock_dir.absolute(),
             "sources": tuple(
                 source
                 if source.is_url
@@ -128,7 +130,7 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
     assert config.job_id is not None
     job = ledger.find_job(config.job_id)
     if job is not None:
-        driver.take(job.job_key)
+        driver.take(job)
     source = ModelSource.inspect(config.engine)
     tokenizer = Tokenizer.load(config.engine, source)
     sampling = default_sampling(config, source)
@@ -151,7 +153,7 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
             )
         if job is None:
             job = _create(config, ledger, plan, fingerprint, parent)
-            driver.take(job.job_key)
+            driver.take(job)
         else:
             job = _take_up(config, ledger, job, plan, fingerprint)
         index_path = planned_path.replace(job_dir_of(config) / "rows.sqlite")
@@ -159,7 +161,8 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
         planned_path.unlink(missing_ok=True)
     _remove_leftovers(job_dir_of(config))
     plan = dataclasses.replace(plan, index_path=index_path)
-    cut_torn_line(job_dir_of(config) / STREAM_NAME)
+    if config.stream_output:
+        cut_torn_line(job_dir_of(config) / STREAM_NAME)
     _commit_bad_rows(ledger, job, plan)
     _refuse_too_many_bad_rows(config, ledger.get_job(job.job_id))
     with plan.open_index() as index:

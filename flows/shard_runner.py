@@ -27,7 +27,7 @@ from flows.records import RecordReader
 from flows.schema import ShardState
 from flows.shard_recovery import BadDeviceError, answer_all
 from flows.shard_writer import STREAM_NAME, ShardWriter
-from flows.stacks import Slot, StackPool
+from flows.stacks import Slot, StackPool, StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ShardSummary:
 
     shard_index: int
     state: ShardState
-    slot: int
+    slot: int | None = None
     device: str | None = None
     dtype: str | None = None
     num_resumed: int = 0
@@ -86,23 +86,22 @@ def run_shard(
             committed.
         ConfigError: the input changed since it was planned.
     """
-    while True:
-        with stacks.borrow() as slot:  # first, so that a shard that waits holds no lease
-            if stop.is_set():
-                return ShardSummary(
-                    shard_index=shard_index, state=ShardState.INTERRUPTED, slot=slot.number
+    try:
+        while True:
+            with stacks.borrow(stop) as slot:  # first, so that a shard that waits holds no lease
+                lease = ledger.acquire_shard(
+                    shard_job.job.job_key,
+                    shard_index,
+                    owner=Owner.current(),
+                    lease_seconds=shard_job.config.lease_seconds,
+                    flow_run_id=flow_run_id,
                 )
-            lease = ledger.acquire_shard(
-                shard_job.job.job_key,
-                shard_index,
-                owner=Owner.current(),
-                lease_seconds=shard_job.config.lease_seconds,
-                flow_run_id=flow_run_id,
-            )
-            try:
-                return _run_leased(shard_job, ledger, lease, slot, stop)
-            except BadDeviceError as error:
-                slot.retire(str(error))
+                try:
+                    return _run_leased(shard_job, ledger, lease, slot, stop)
+                except BadDeviceError as error:
+                    slot.retire(str(error))
+    except StoppedError:
+        return ShardSummary(shard_index=shard_index, state=ShardState.INTERRUPTED)
 
 
 def _run_leased(

@@ -5,6 +5,7 @@ oldest has waited long enough. Tokens of unfinished rows follow the answers. Bet
 heartbeat keeps the lease.
 """
 
+import contextvars
 import json
 import threading
 import time
@@ -84,7 +85,11 @@ class ShardWriter:
         self._error: Exception | None = None
         self.device: str | None = None
         self.commit_seconds = 0.0
-        self._thread = threading.Thread(target=self._work, name=f"writer-{lease.shard_index}")
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # its log lines belong to the shard's task
+            args=(self._work,),
+            name=f"writer-{lease.shard_index}",
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()

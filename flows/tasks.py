@@ -7,6 +7,7 @@ API that does not answer is only logged.
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,17 @@ def is_start_failure(_task: Any, _task_run: Any, state: Any) -> bool:
 def run_shard_task(run: JobRun, shard_index: int) -> ShardSummary:
     """Answer the pending rows of one shard."""
     with _progress(run, shard_index):
-        return run.run_shard(shard_index)
+        summary = run.run_shard(shard_index)
+    logger.info(
+        "shard=%d state=%s rows_resumed=%d rows_ok=%d rows_failed=%d output_tokens=%d",
+        shard_index,
+        summary.state.value,
+        summary.num_resumed,
+        summary.num_ok,
+        summary.num_error,
+        summary.stats.num_output_tokens,
+    )
+    return summary
 
 
 def run_all_shards(run: JobRun) -> tuple[list[ShardSummary], dict[int, BaseException]]:
@@ -58,10 +69,12 @@ def run_all_shards(run: JobRun) -> tuple[list[ShardSummary], dict[int, BaseExcep
     summaries: list[ShardSummary] = []
     failures: dict[int, BaseException] = {}
     try:
-        while waiting or active:
+        while True:
             while waiting and len(active) < run.num_slots and not run.stop.is_set():
                 shard_index = waiting.pop()
                 active[run_shard_task.submit(run, shard_index)] = shard_index
+            if not active:  # also when the run was stopped, or no good device is left
+                break
             future = next(as_completed(list(active)))
             shard_index = active.pop(future)
             _collect(future, shard_index, summaries, failures)
@@ -116,10 +129,11 @@ def _progress(run: JobRun, shard_index: int) -> Iterator[None]:
 def _report_progress(run: JobRun, shard_index: int, done: threading.Event) -> None:
     artifact_id: Any = None
     is_last = False
+    speed = _Speed()
     while not is_last:
         is_last = done.wait(_PROGRESS_SECONDS if artifact_id else 0.0)
         try:
-            percent, description = _describe_progress(run, shard_index)
+            percent, description = _describe_progress(run, shard_index, speed)
             if artifact_id is None:
                 artifact_id = create_progress_artifact(
                     progress=percent, key=f"shard-{shard_index:04d}", description=description
@@ -131,11 +145,26 @@ def _report_progress(run: JobRun, shard_index: int, done: threading.Event) -> No
             done.wait(_PROGRESS_SECONDS)
 
 
-def _describe_progress(run: JobRun, shard_index: int) -> tuple[float, str]:
+class _Speed:
+    """Tokens per second from the first look at a shard to the latest."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+
+    def update(self, num_tokens: int) -> float:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, num_tokens)
+        started, num_before = self._first
+        return (num_tokens - num_before) / max(now - started, 1.0)
+
+
+def _describe_progress(run: JobRun, shard_index: int, speed: _Speed) -> tuple[float, str]:
     shard = run.ledger.get_shard(run.job.job_key, shard_index)
     num_done = shard.num_rows - shard.num_pending
     percent = 100.0 * num_done / max(shard.num_rows, 1)
     return percent, (
         f"{run.job.job_id} shard {shard_index}: {num_done} of {shard.num_rows} rows done, "
-        f"{shard.num_error} failed, {shard.num_output_tokens} tokens"
+        f"{shard.num_error} failed, {shard.num_output_tokens} tokens, "
+        f"{speed.update(shard.num_output_tokens):.0f} tokens/s"
     )

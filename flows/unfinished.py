@@ -16,6 +16,7 @@ from flows.schema import PartialTable, SuspectTable
 
 logger = logging.getLogger(__name__)
 
+
 def save_partials(connection: Connection, job_key: int, rows: Sequence[PartialRow]) -> None:
     """Store the turns of some samples, in the place of what was there of those samples."""
     if not rows:

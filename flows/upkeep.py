@@ -8,11 +8,11 @@ from flows.database import Database
 from flows.schema import Base
 
 
-def find_damages(database: Database, limit: int) -> list[str]:
-    """Return what SQLite finds wrong with its file; PostgreSQL looks after itself."""
+def find_damages(database: Database, limit: int) -> list[str] | None:
+    """Return what SQLite finds wrong with its file; None for PostgreSQL, which has no such look."""
     with database.read() as connection:
         if not _is_sqlite(connection):
-            return []
+            return None
         found = connection.exec_driver_sql(f"PRAGMA integrity_check({limit})").scalars()
         return [damage for damage in found if damage != "ok"]
 

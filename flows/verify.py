@@ -4,11 +4,13 @@ The rows are asked as the job has asked them, with its configuration and its see
 written to the ledger.
 """
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Self
 
 from engine import (
     ConfigError,
@@ -97,10 +99,9 @@ def verify_job(
     num_ok_rows, chosen = choose_rows(ledger, job, size, seed)
     with RecordReader(config.sources, config.prompt) as reader:
         asker = _Asker(config, job, reader, tokenizer, source)
-        with _row_index(config, job, asker) as index_path:
-            rerun = _Rerun(ledger, job, asker, index_path)
-            with closing(StackPool(config.engine)) as stacks, stacks.borrow() as slot:
-                differences = rerun.compare(slot.engine(), chosen)
+        rerun = _Rerun(ledger, job, asker)
+        with closing(StackPool.of_job(config)) as stacks, stacks.borrow() as slot:
+            differences = rerun.compare(slot.engine(), chosen)
     tokens = {d.stored_token for d in differences} | {d.new_token for d in differences}
     return VerifyReport(
         job_id=job.job_id,
@@ -143,8 +144,10 @@ class _Asker:
             deduplicate=False,
         )
 
-    def ask(self, row: IndexRow, stored: CompletionRow) -> GenerateRequest | None:
-        """Return the request; None when the row is not what was asked."""
+    def ask(self, row: IndexRow | None, stored: CompletionRow) -> GenerateRequest | None:
+        """Return the request; None when the row is not there, or not what was asked."""
+        if row is None:
+            return None
         try:
             record = self.reader.read_at(row.row_index, row.location)
         except ConfigError:
@@ -165,11 +168,10 @@ class _Asker:
 class _Rerun:
     """Asks chosen rows again, in a thread of the engine, and compares in its own."""
 
-    def __init__(self, ledger: Ledger, job: JobRow, asker: _Asker, index_path: Path) -> None:
+    def __init__(self, ledger: Ledger, job: JobRow, asker: _Asker) -> None:
         self._ledger = ledger
         self._job = job
         self._asker = asker
-        self._index_path = index_path
         self._stored: dict[str, dict[int, CompletionRow]] = {}
         self.num_asked = 0
         self.unverified: list[tuple[str, str]] = []
@@ -190,11 +192,12 @@ class _Rerun:
         return sorted(found, key=lambda d: (d.row_index, d.sample_index))
 
     def _requests(self, chosen: Sequence[int]) -> Iterator[GenerateRequest]:
-        with RowIndex.open(self._index_path) as index:
+        with _RowFinder(self._asker, self._job) as finder:
             for row_index in chosen:
                 samples = self._ledger.read_row(self._job.job_key, row_index)
-                row = next(index.rows_between(row_index, row_index + 1), None)
-                request = None if row is None else self._asker.ask(row, samples[0])
+                request = self._asker.ask(finder.at(row_index), samples[0])
+                if request is None:
+                    request = self._asker.ask(finder.named(samples[0].row_id), samples[0])
                 if request is None:
                     reason = "the input does not have the row that was asked any more"
                     self.unverified.append((samples[0].row_id, reason))
@@ -202,6 +205,60 @@ class _Rerun:
                 self.num_asked += 1
                 self._stored[request.request_id] = {s.sample_index: s for s in samples}
                 yield request
+
+
+class _RowFinder:
+    """Finds rows of the input: where the job's index has them, or, when they moved, by a new one."""
+
+    def __init__(self, asker: _Asker, job: JobRow) -> None:
+        self._asker = asker
+        self._exit_stack = ExitStack()
+        self._planned = self._open_planned(job.num_rows)
+        self._current: RowIndex | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit_stack.close()
+
+    def at(self, row_index: int) -> IndexRow | None:
+        """Return the row where it was planned; None when the job's index is gone."""
+        if self._planned is None:
+            return None
+        return next(self._planned.rows_between(row_index, row_index + 1), None)
+
+    def named(self, row_id: str) -> IndexRow | None:
+        """Return the row of the input as it is now; the first call reads all of it."""
+        if self._current is None:
+            self._current = self._exit_stack.enter_context(RowIndex.open(self._plan_anew()))
+        return self._current.find([row_id]).get(row_id)
+
+    def _open_planned(self, num_rows: int) -> RowIndex | None:
+        try:
+            index = RowIndex.open(job_dir_of(self._asker.config) / "rows.sqlite")
+        except ConfigError:
+            return None
+        self._exit_stack.enter_context(index)
+        return index if index.count == num_rows else None
+
+    def _plan_anew(self) -> Path:
+        folder = self._exit_stack.enter_context(TemporaryDirectory(prefix="tokenmill-verify-"))
+        asker = self._asker
+        plan = plan_job(
+            asker.config,
+            asker.reader,
+            asker.tokenizer,
+            max_model_len=asker.max_model_len,
+            index_path=Path(folder) / "rows.sqlite",
+            default_sampling=asker.default_sampling,
+        )
+        return plan.index_path
 
 
 def _refuse_another_model(job: JobRow, fingerprint: dict[str, str]) -> None:
@@ -212,33 +269,6 @@ def _refuse_another_model(job: JobRow, fingerprint: dict[str, str]) -> None:
             f"job {job.job_id!r} cannot be verified: another model would answer\n{listed}\n"
             "put the old values back"
         )
-
-
-@contextmanager
-def _row_index(config: JobConfig, job: JobRow, asker: _Asker) -> Iterator[Path]:
-    """Yield the path of the job's row index, or of a new one when that is gone."""
-    path = job_dir_of(config) / "rows.sqlite"
-    if _has_rows(path, job.num_rows):
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="tokenmill-verify-") as folder:
-        plan = plan_job(
-            config,
-            asker.reader,
-            asker.tokenizer,
-            max_model_len=asker.max_model_len,
-            index_path=Path(folder) / "rows.sqlite",
-            default_sampling=asker.default_sampling,
-        )
-        yield plan.index_path
-
-
-def _has_rows(index_path: Path, num_rows: int) -> bool:
-    try:
-        with RowIndex.open(index_path) as index:
-            return index.count == num_rows
-    except ConfigError:
-        return False
 
 
 def _with_logprobs(params: SamplingParams) -> SamplingParams:

@@ -39,7 +39,7 @@ REAL_SECONDS = 600
 REAL_ROWS = REAL_SECONDS * 64 // 52
 WARM_UP_ROWS = 2000
 _SAMPLE_SECONDS = 0.1
-_TIMED_ROWS = 17
+_TIMED_ROWS = 101
 Result = TypeVar("Result")
 _WRITER, _INTAKE = "writer-0", "tokenmill-intake"
 
@@ -101,8 +101,8 @@ class Watch:
 class ThreadClock:
     """CPU seconds of the job layer in a thread that it shares with the engine.
 
-    Every seventeenth row is timed and stands for the others: to look at this clock takes longer
-    than much of what it times. 17 and the rows of a page have no factor in common.
+    One row in a hundred and one is timed and stands for the others: to look at this clock takes longer
+    than much of what it times.
     """
 
     def __init__(self) -> None:

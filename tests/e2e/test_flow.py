@@ -22,7 +22,7 @@ from flows.preparation import output_path_of
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("prefect_api")]
 
 
-def run_flow(config: JobConfig) -> Any:
+def run_flow(config: JobConfig | str) -> Any:
     from flows.batch_inference import batch_inference
 
     return batch_inference(config, return_state=True)
@@ -78,7 +78,7 @@ class TestFlow:
     ) -> None:
         state = run_flow(make_job(tmp_path, questions(4), shards=2))
         artifacts = artifacts_of(state)
-        assert set(artifacts) == {"shard-0000", "shard-0001", "summary"}
+        assert set(artifacts) == {"shard-0000", "shard-0001", "shards", "summary"}
         progress = artifacts["shard-0001"]
         assert (progress.type, progress.data) == ("progress", 100.0)
         assert "job-1 shard 1: 2 of 2 rows done, 0 failed" in progress.description
@@ -117,6 +117,22 @@ class TestFlow:
     ) -> None:
         state = run_flow(make_job(tmp_path, questions(1), job_id=None))
         assert state.result().job_id == f"job-{str(flow_run_id_of(state))[:8]}"
+
+    def test_a_job_may_be_given_as_the_path_of_its_file(self, tmp_path: Path) -> None:
+        from prefect.client.orchestration import get_client
+
+        state = run_flow(str(write_job(tmp_path, questions(1), job_id=None)))
+        with get_client(sync_client=True) as client:
+            name = client.read_flow_run(flow_run_id_of(state)).name
+        assert state.result().job_id == name == f"job-{str(flow_run_id_of(state))[:8]}"
+
+    def test_a_wrong_line_of_a_file_is_the_message_of_the_flow(self, tmp_path: Path) -> None:
+        path = write_job(tmp_path, questions(1), shard=2)
+        state = run_flow(str(path))
+        assert state.name == "Failed"
+        assert f"ConfigError: {path}: 1 wrong field(s)" in state.message
+        assert "shard: no such key; did you mean shards?" in state.message
+        assert task_runs_of(state) == {}
 
     def test_a_job_is_resumed_through_the_same_flow(self, tmp_path: Path) -> None:
         config = make_job(tmp_path, questions(4), shards=2)
@@ -180,7 +196,7 @@ class TestCommand:
         assert "4 / 0 / 0" in out
         assert "tokenmill export job-1" in out
         assert str(tmp_path / "runs" / "job-1" / "output.jsonl") in out
-        assert err.endswith("4 ok, 0 failed\n")
+        assert err.splitlines()[-1].startswith("4 ok, 0 failed")
         assert "progress job=job-1 rows=4/4" in err
 
     def test_a_bad_line_is_named_before_an_engine_starts_and_the_exit_code_says_it(

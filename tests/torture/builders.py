@@ -8,17 +8,22 @@ from job_builders import Row, job_mapping, questions
 from torture.victims import JobUnderTest
 
 ROWS: list[Row | str] = [
-    *questions(21),
+    *questions(12),
     "{ broken",
-    *({"id": f"t{index}", "turns": ["one", f"two {index}"]} for index in range(5)),
+    *({"id": f"t{index}", "turns": ["one", f"two {index}"]} for index in range(4)),
+    *({"id": f"n{index}", "prompt": f"{index}", "sampling": {"n": 3}} for index in range(4)),
     {"id": "bad", "prompt": "x", "sampling": {"temperature": -1}},
+    *({"id": f"l{index}", "prompt": f"{index}", "sampling": {"logprobs": 2}} for index in range(3)),
+    # The same row but for its id: asked once in each shard.
     *(
-        {"id": f"g{index}", "prompt": f"greedy {index}", "sampling": {"temperature": 0}}
-        for index in range(5)
+        {"id": f"g{index}", "prompt": "greedy", "sampling": {"temperature": 0}}
+        for index in range(6)
     ),
     '{"no prompt": 1}',
+    *({"id": f"h{index}", "prompt": f"{index}"} for index in range(6)),
 ]
 NUM_ROWS = len(ROWS)
+NUM_SAMPLES = NUM_ROWS + 4 * 2
 # One engine in the job's own process, which takes a second or so.
 INLINE: dict[str, Any] = {
     "engine__scheduler": {"max_num_seqs": 4},
@@ -28,6 +33,8 @@ INLINE: dict[str, Any] = {
     "commit_seconds": 0.02,
     "partial_seconds": 0.01,
 }
+# Some seconds of work, so that something can happen meanwhile.
+SLOW = {"engine__runtime": {"inline": True, "mock_step_seconds": 0.02}}
 # A process for each engine, and two of them.
 WORKERS: dict[str, Any] = INLINE | {
     "engine__device_ids": [0, 1],

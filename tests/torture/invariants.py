@@ -32,11 +32,6 @@ class LedgerState:
         """Every result with all that is stored of it, its time and its attempt included."""
         return {key: (row, self.payloads.get(key)) for key, row in self.completions.items()}
 
-    @property
-    def done_ids(self) -> set[str]:
-        """The ids of the rows of which every sample has a result."""
-        return {rows[0]["row_id"] for rows in _by_row(self).values() if _is_whole(rows)}
-
 
 def read_state(url: str, job_id: str = "job-1") -> LedgerState:
     """Read everything about a job in one transaction; a ledger that is not there is empty."""

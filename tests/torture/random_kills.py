@@ -16,6 +16,7 @@ from torture.invariants import Key, LedgerState, Row, check_state, read_state
 from torture.trace import PHASES, Event, values
 from torture.victims import JobUnderTest, Nursery, Outputs, Victim
 
+Sample = tuple[str, int]  # row_id, sample_index
 MakeMapping = Callable[[Path], dict[str, Any]]
 # The job's process alone, with its workers, or a worker alone where there is one.
 VICTIMS = ("process", "process group", "worker")
@@ -65,11 +66,12 @@ class Witness:
     job: JobUnderTest
     num_rows: int = NUM_ROWS
     kept: dict[Key, tuple[Row, Row | None]] = field(default_factory=dict)
-    done_before: list[set[str]] = field(default_factory=list)  # as each attempt began
+    done_before: list[set[Sample]] = field(default_factory=list)  # as each attempt began
 
     def note_start(self) -> None:
         """Remember what is done as another attempt begins."""
-        self.done_before.append({row["row_id"] for row, _ in self.kept.values()})
+        done = {(row["row_id"], row["sample_index"]) for row, _ in self.kept.values()}
+        self.done_before.append(done)
 
     def look(self) -> LedgerState:
         """Check the ledger as it stands; nothing that was ever in it may be gone or changed."""
@@ -82,16 +84,16 @@ class Witness:
         self.kept = answers
         return state
 
-    def check_the_end(self) -> Counter[str]:
-        """Check the finished job; return how often each row was generated."""
+    def check_the_end(self) -> Counter[Sample]:
+        """Check the finished job; return how often each sample was generated."""
         state = self.look()
         assert state.job is not None
-        assert (state.job["state"], len(state.completions)) == ("finished", self.num_rows)
-        row_ids = {key: row["row_id"] for key, row in state.completions.items()}
-        generated: Counter[str] = Counter()
+        assert state.job["state"] == "finished"
+        samples = {key: (row["row_id"], key[1]) for key, row in state.completions.items()}
+        generated: Counter[Sample] = Counter()
         for victim, done in zip(self.job.victims, self.done_before, strict=True):
-            _check_order(victim.events(), set(done), row_ids)
-            generated.update(row_id for row_id, _ in values(victim.events(), "answered"))
+            _check_order(victim.events(), set(done), samples)
+            generated.update(map(tuple, values(victim.events(), "answered")))
         committed = Counter(tuple(key) for v in self.job.victims for key in _committed(v))
         assert max(committed.values(), default=1) == 1, "a result was committed twice"
         return generated
@@ -101,13 +103,14 @@ def _committed(victim: Victim) -> list[list[int]]:
     return [key for keys in values(victim.events(), "committed") for key in keys]
 
 
-def _check_order(events: Iterable[Event], done: set[str], row_ids: dict[Key, str]) -> None:
-    """Check that no row is generated after its commit, in this attempt or in one before."""
+def _check_order(events: Iterable[Event], done: set[Sample], samples: dict[Key, Sample]) -> None:
+    """Check that nothing is generated after its commit, in this attempt or in one before."""
     for event in events:
         if event.name == "committed":
-            done |= {row_ids[row_index, sample] for row_index, sample in event.value}
+            done |= {samples[row_index, sample_index] for row_index, sample_index in event.value}
         elif event.name == "asked":
-            assert event.value not in done, f"{event.value} was generated after its commit"
+            again = done.intersection(map(tuple, event.value))
+            assert not again, f"{again} were generated after their commit"
 
 
 def torture(

@@ -41,6 +41,8 @@ DEATHS_ON_SQLITE = [
     "after_experiment",
 ]
 
+FEW_WRITES = {"commit_rows": 16, "commit_seconds": 60, "partial_seconds": 60}
+
 
 def die(job: JobUnderTest, witness: Witness, point: str, nth: int) -> None:
     """Let the job die at a point, and look at what is left."""
@@ -79,7 +81,7 @@ def test_a_job_and_its_heir_may_die_after_any_of_their_transactions(
     nth, codes = 0, [-signal.SIGKILL]
     while -signal.SIGKILL in codes:
         nth += 1
-        job = make_job(f"killed-{nth}", commit_rows=8, partial_seconds=60)
+        job = make_job(f"killed-{nth}", **FEW_WRITES)
         witness = Witness(job)
         codes = []
         for _ in range(2):
@@ -160,7 +162,7 @@ def test_a_commit_that_came_through_without_an_answer_is_not_taken_for_lost(
     is_reached, nth = True, 0
     while is_reached:
         nth += 1
-        job = make_job(f"unheard-{nth}", commit_rows=8, partial_seconds=60)
+        job = make_job(f"unheard-{nth}", **FEW_WRITES)
         witness = Witness(job)
         witness.note_start()
         victim = job.start(failpoint=("lose_acknowledgement", nth))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_builders import write_rows
 
-from torture.builders import NUM_ROWS, ROWS, MakeJob, make_mapping
+from torture.builders import NUM_ROWS, NUM_SAMPLES, ROWS, SLOW, MakeJob, make_mapping
 from torture.invariants import read_state
 from torture.random_kills import Witness
 from torture.trace import values
@@ -61,7 +61,7 @@ def test_a_small_disk_that_is_full_says_so_and_loses_nothing(
     make_job: MakeJob, expected: Outputs, small_disk: Path
 ) -> None:
     ledger_url = f"sqlite:///{small_disk / 'ledger.sqlite'}"
-    job = make_job("job", ledger_url)
+    job = make_job("job", ledger_url, **SLOW)
     witness = Witness(job)
     witness.note_start()
     victim = job.start()
@@ -151,9 +151,9 @@ def test_a_folder_that_may_not_be_written_is_named(
     assert re.search(rf"^(Config|Ledger)Error: .*{closed}/", refused.said, re.MULTILINE)
     assert "Traceback" not in refused.said
     num_done = len(read_state(job.ledger_url).completions) if place != "ledger" else 0
-    assert num_done == (NUM_ROWS if place == "output" else 0)
+    assert num_done == (NUM_SAMPLES if place == "output" else 0)
 
     closed.chmod(0o777)
     goes_on = job.start(user=user)
     assert goes_on.wait() == 1, goes_on.said
-    assert (places["output"] / "answers.jsonl").read_bytes().count(b"\n") == NUM_ROWS
+    assert (places["output"] / "answers.jsonl").read_bytes().count(b"\n") == NUM_SAMPLES

@@ -8,7 +8,7 @@ from ledger_builders import acquire, new_job, ok_row
 from postgres_server import PostgresServer, running_postgres
 
 from flows.ledger import Ledger
-from torture.builders import NUM_ROWS, MakeJob
+from torture.builders import NUM_ROWS, SLOW, MakeJob
 from torture.random_kills import Witness
 from torture.trace import values
 from torture.victims import Outputs, Victim
@@ -40,9 +40,8 @@ def test_a_job_waits_for_a_server_that_is_restarted_and_ends_right(
     expected: Outputs,
     immediately: bool,
 ) -> None:
-    slow = {"inline": True, "mock_step_seconds": 0.02}
     # The outage is longer than the lease: as nobody takes the job over, it goes on all the same.
-    job = make_job("job", ledger_url, engine__runtime=slow, lease_seconds=1)
+    job = make_job("job", ledger_url, **SLOW, lease_seconds=1)
     witness = Witness(job)
     witness.note_start()
     victim = job.start()
@@ -64,8 +63,7 @@ def test_a_job_waits_for_a_server_that_is_restarted_and_ends_right(
 def test_a_job_that_is_killed_while_it_waits_goes_on_when_the_server_is_back(
     make_job: MakeJob, server: PostgresServer, ledger_url: str, expected: Outputs
 ) -> None:
-    slow = {"inline": True, "mock_step_seconds": 0.02}
-    job = make_job("job", ledger_url, engine__runtime=slow)
+    job = make_job("job", ledger_url, **SLOW)
     witness = Witness(job)
     witness.note_start()
     victim = job.start()

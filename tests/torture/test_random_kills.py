@@ -29,6 +29,7 @@ def show(kills: list[Kill], capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mock_job_that_is_killed_again_and_again_loses_and_repeats_nothing(
     tmp_path: Path, rows_path: Path, nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    print(f"seed {SEED}")  # for the report of a failure
     numbers = random.Random(SEED)
     make = partial(make_mapping, rows_path=rows_path, **WORKERS)
     kills = torture(tmp_path, make, nursery, numbers, num_kills=NUM_KILLS)
@@ -38,6 +39,7 @@ def test_a_mock_job_that_is_killed_again_and_again_loses_and_repeats_nothing(
 def test_a_job_with_a_model_that_is_killed_again_and_again_loses_and_repeats_nothing(
     tmp_path: Path, rows_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    print(f"seed {SEED}")
     numbers = random.Random(SEED)
     model = tiny_model.save_tiny_llama(tmp_path / "model")
     inline = partial(make_mapping, rows_path=rows_path, **with_model(model, inline=True))

@@ -5,20 +5,19 @@ import socket
 
 import pytest
 
-from torture.builders import MakeJob
+from torture.builders import SLOW, MakeJob
 from torture.random_kills import Witness
 from torture.trace import values
 from torture.victims import Outputs
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
-SLOW = {"inline": True, "mock_step_seconds": 0.01}
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["two runs", "two resumes"])
 def test_of_two_processes_one_works_and_the_other_says_who_does(
     make_job: MakeJob, ledger_url: str, expected: Outputs, is_new: bool
 ) -> None:
-    job = make_job("job", ledger_url, engine__runtime=SLOW)
+    job = make_job("job", ledger_url, **SLOW)
     witness = Witness(job)
     if not is_new:
         witness.note_start()
@@ -43,7 +42,7 @@ def test_of_two_processes_one_works_and_the_other_says_who_does(
 def test_a_job_is_free_again_as_soon_as_its_driver_is_killed(
     make_job: MakeJob, ledger_url: str, expected: Outputs
 ) -> None:
-    job = make_job("job", ledger_url, engine__runtime=SLOW, lease_seconds=3600)
+    job = make_job("job", ledger_url, **SLOW, lease_seconds=3600)
     witness = Witness(job)
     witness.note_start()
     driver = job.start()

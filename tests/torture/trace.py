@@ -66,7 +66,8 @@ def watch(trace: TraceWriter) -> None:
     def noted_run(self: Any, requests: Any, **options: Any) -> Iterator[Any]:
         def asked() -> Iterator[Any]:
             for request in requests:
-                trace.note("asked", request.request_id)
+                indices = request.sample_indices or range(request.sampling_params.n)
+                trace.note("asked", [[request.request_id, index] for index in indices])
                 yield request
 
         completions = generate(self, asked(), **options)

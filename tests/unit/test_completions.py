@@ -1,7 +1,9 @@
 """What is stored comes back: any text, in little memory; every test runs on SQLite and on PostgreSQL."""
 
 import dataclasses
+import zlib
 
+import numpy as np
 import psutil
 import pytest
 from ledger_builders import acquire, error_row, new_job, ok_row, stored
@@ -44,6 +46,26 @@ def test_replies_of_earlier_turns_survive_with_and_without_a_text(ledger: Ledger
     ]
     ledger.commit(acquire(ledger, job), rows)
     assert stored(ledger, job) == rows
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 32, 33, 5000])
+def test_token_ids_survive_however_many_there_are(ledger: Ledger, num_tokens: int) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    row = replace(ok_row(0), token_ids=(2**31 - 1, *range(num_tokens))[:num_tokens])
+    ledger.commit(acquire(ledger, job), [row])
+    assert stored(ledger, job) == [row]
+
+
+def test_token_ids_that_were_stored_before_few_of_them_were_kept_plain_are_read(
+    ledger: Ledger,
+) -> None:
+    job = ledger.create_job(new_job(num_shards=1))
+    row = replace(ok_row(0), token_ids=(5, 0, 2**31 - 1))
+    ledger.commit(acquire(ledger, job), [row])
+    old = zlib.compress(np.asarray(row.token_ids, dtype="<i4").tobytes(), 1)
+    statement = text("UPDATE payloads SET token_ids = :old")
+    ledger.database.write(lambda connection: connection.execute(statement, {"old": old}))
+    assert stored(ledger, job) == [row]
 
 
 def test_text_is_searched_by_sql(ledger: Ledger) -> None:

@@ -248,6 +248,7 @@ class TestFork:
         ended = terminal("resume", "job-1", "--ledger", parent.resolved_ledger_url)
         assert ended.code == 2
         assert "`tokenmill run CONFIG --fork job-1` takes over the answers" in ended.err
+        assert job_of(parent).state is JobState.FINISHED
 
 
 class TestVerify:

@@ -1,5 +1,6 @@
 """JobRun: a job from its configuration to its outputs, and every way to take it up again."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -337,6 +338,17 @@ class TestTwoRuns:
         ):
             pytest.fail("the job was cut anew")
         assert ledger.get_job("job-1").lease_owner is None
+
+
+def test_the_garbage_collector_looks_rarely_at_rows_that_pass(tmp_path: Path) -> None:
+    before = gc.get_threshold()
+    try:
+        for set_before, wanted in ((700, 20_000), (50_000, 50_000), (0, 0)):
+            gc.set_threshold(set_before, *before[1:])
+            with JobRun.open(make_job(tmp_path, questions(2))):
+                assert gc.get_threshold() == (wanted, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_an_error_from_elsewhere_stops_the_shards_that_run(tmp_path: Path) -> None:

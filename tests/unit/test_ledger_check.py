@@ -120,6 +120,18 @@ def test_a_finished_job_has_every_shard_done_whoever_left_it(ledger: Ledger) -> 
     assert {(shard.state, shard.lease_owner) for shard in shards} == {(ShardState.DONE, None)}
 
 
+def test_a_shard_of_a_finished_job_that_is_not_done_is_found(copy: str) -> None:
+    with Ledger.open(copy) as ledger:
+        job = ledger.get_job("job")
+        lease = acquire(ledger, job, 1)
+        ledger.commit(lease, [replace(ok_row(6), sample_index=1, num_samples=2)])
+        ledger.commit(lease, [ok_row(index) for index in (7, 8, 9)])
+        ledger.set_job_state(job.job_key, JobState.FINISHED)
+        assert failed(check_job(ledger, "job")) == {}
+    corrupt(copy, "UPDATE shards SET state = 'interrupted' WHERE shard_index = 1")
+    assert faults_of(copy) == {"shard_states": ("shard 1 is interrupted, and the job is finished",)}
+
+
 def test_only_the_first_problems_are_kept_and_all_are_counted(
     copy: str,
 ) -> None:

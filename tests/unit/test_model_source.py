@@ -159,6 +159,31 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(
     assert {key for key in before if before[key] != after[key]} == {"model"}
 
 
+@pytest.mark.parametrize("changed", range(9))
+def test_a_fine_tune_of_a_single_tensor_has_another_fingerprint(
+    tmp_path: Path, changed: int
+) -> None:
+    folder = write_model(tmp_path / "tuned")
+    tensor_bytes = 1 << 20
+    header = {"__metadata__": {"format": "pt"}} | {
+        f"layers.{n}.q_proj.weight": {
+            "dtype": "F32",
+            "shape": [tensor_bytes // 4],
+            "data_offsets": [n * tensor_bytes, (n + 1) * tensor_bytes],
+        }
+        for n in range(9)
+    }
+    encoded = json.dumps(header).encode()
+    start = len(encoded).to_bytes(8, "little") + encoded
+    weights = folder / "model.safetensors"
+    weights.write_bytes(start + bytes(9 * tensor_bytes))
+    before = inspect(folder).fingerprint()
+    with weights.open("r+b") as stream:
+        stream.seek(len(start) + changed * tensor_bytes)
+        stream.write(b"\x01" * tensor_bytes)
+    assert inspect(folder).fingerprint() != before
+
+
 def test_the_fingerprint_does_not_depend_on_where_or_when_the_folder_was_written(
     tmp_path: Path,
 ) -> None:

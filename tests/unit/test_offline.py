@@ -1,6 +1,7 @@
 """The engine's front door on the mock device: streams, stop, threads, chains, lack of memory."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine import (
     StreamedToken,
     WorkerError,
     WorkerFailure,
+    loop,
 )
 from engine.messages import ScheduleBatch, StepDone
 from engine.worker.mock import MockRunner
@@ -154,6 +156,24 @@ def test_streaming_producer_is_answered_while_it_still_produces() -> None:
             seen.append(completion.request_id)
             answered.set()
     assert seen == ["first", "second"]
+
+
+def test_loop_that_sleeps_is_woken_by_each_request_and_each_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "_IDLE_SECONDS", 60)
+    answered = threading.Event()
+
+    def slow_producer() -> Iterator[GenerateRequest]:
+        for number in range(3):
+            time.sleep(0.02)  # the loop falls asleep
+            yield request(str(number))
+            assert answered.wait(5), f"request {number} was not answered"
+            answered.clear()
+
+    with OfflineInference(mock_config()) as llm:
+        for _ in llm.run(slow_producer()):
+            answered.set()
 
 
 def test_dependant_uses_the_text_it_waited_for() -> None:

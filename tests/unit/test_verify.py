@@ -176,6 +176,15 @@ class TestInput:
         assert report.num_verified + len(report.unverified) == 3
         assert report.differences == ()
 
+    def test_rows_that_moved_are_found_by_their_id(self, tmp_path: Path) -> None:
+        config = make_job(tmp_path, questions(4))
+        run_job(config)
+        moved = [{"id": "new", "prompt": "new"}, *questions(4)[::-1][:3]]
+        write_rows(tmp_path / "rows.jsonl", moved)
+        report = verify(config)
+        assert (report.num_verified, report.differences) == (3, ())
+        assert [row_id for row_id, _ in report.unverified] == ["q0"]
+
     def test_nothing_is_proven_where_no_row_can_be_run_again(self, tmp_path: Path) -> None:
         config = make_job(tmp_path, questions(2))
         run_job(config)
@@ -192,6 +201,10 @@ class TestInput:
         assert verify(config).num_verified == 3
         assert not index.exists()
         index.write_text("nonsense")
+        assert verify(config).num_verified == 3
+        write_rows(tmp_path / "others.jsonl", questions(5)[3:])
+        other = [{"path": str(tmp_path / "others.jsonl")}]
+        run_job(make_job(tmp_path, job_id="job-2", sources=other))
         assert verify(config).num_verified == 3
 
     def test_a_source_that_is_gone_is_said(self, tmp_path: Path) -> None:
@@ -220,19 +233,23 @@ class TestInput:
         assert verify(config).num_verified == 3
 
 
+def fill_with_35_rows(ledger: Ledger) -> None:
+    """Add a job of 30 rows that are ok in whole, behind ones that are not."""
+    job = ledger.create_job(new_job(num_rows=35, num_shards=1))
+    samples = [ok_row(0), error_row(0), ok_row(1)]
+    half = [
+        structs.replace(row, sample_index=index % 2, num_samples=2)
+        for index, row in enumerate(samples)
+    ]
+    rows = [*half, error_row(2), skipped_row(3), *map(ok_row, range(5, 35))]
+    ledger.commit(acquire(ledger, job), rows)
+
+
 @pytest.fixture(scope="module")
 def ledger_of_35_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
-    """Give a job of 30 rows that are ok in whole, behind ones that are not."""
     folder = tmp_path_factory.mktemp("choice")
     with Ledger.open(f"sqlite:///{folder / 'ledger.sqlite'}") as opened:
-        job = opened.create_job(new_job(num_rows=35, num_shards=1))
-        samples = [ok_row(0), error_row(0), ok_row(1)]
-        half = [
-            structs.replace(row, sample_index=index % 2, num_samples=2)
-            for index, row in enumerate(samples)
-        ]
-        rows = [*half, error_row(2), skipped_row(3), *map(ok_row, range(5, 35))]
-        opened.commit(acquire(opened, job), rows)
+        fill_with_35_rows(opened)
         yield opened
 
 
@@ -257,6 +274,12 @@ class TestChoice:
         self, ledger_of_35_rows: Ledger, size: str, number: int
     ) -> None:
         assert len(self.chosen(ledger_of_35_rows, size)) == number
+
+    def test_each_database_chooses_the_same(
+        self, ledger: Ledger, ledger_of_35_rows: Ledger
+    ) -> None:
+        fill_with_35_rows(ledger)
+        assert self.chosen(ledger, "7") == self.chosen(ledger_of_35_rows, "7")
 
     @pytest.mark.parametrize("size", ["", "0", "0%", "101%", "1.5", "-1", "5 rows", "x"])
     def test_any_other_size_is_answered_with_ones_that_are(self, size: str) -> None:

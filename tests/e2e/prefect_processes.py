@@ -1,0 +1,159 @@
+"""A Prefect server and a worker as processes of their own, and what a person does with them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient
+
+ROOT = Path(__file__).parents[2]
+WAIT_SECONDS = 90.0
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until the condition gives something true, and return it."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"it did not happen: {what}"
+        time.sleep(0.05)
+    return result
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return False for a zombie too, which only waits for somebody to read its exit code."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefect:
+    """A server, as the commands and the client reach it."""
+
+    api_url: str
+    environment: dict[str, str]
+
+    def client(self) -> SyncPrefectClient:
+        return SyncPrefectClient(api=self.api_url)
+
+    def command(self, line: str) -> subprocess.CompletedProcess[str]:
+        """Run a line of the shell in the root of the repository."""
+        return subprocess.run(
+            line, shell=True, executable="/bin/bash", cwd=ROOT, env=self.environment,
+            capture_output=True, text=True, timeout=WAIT_SECONDS,
+        )  # fmt: skip
+
+    def run_deployment(self, name: str, **parameters: Any) -> UUID:
+        """Ask for a run, and return its id."""
+        with self.client() as client:
+            deployment = client.read_deployment_by_name(name)
+            run_id: UUID = client.create_flow_run_from_deployment(
+                deployment.id, parameters=parameters
+            ).id
+        return run_id
+
+    def state_of(self, run_id: UUID) -> str:
+        with self.client() as client:
+            state = client.read_flow_run(run_id).state
+        return "" if state is None else state.name or ""
+
+    def wait_for_state(self, run_id: UUID, *names: str) -> str:
+        """Wait until the run is in one of these states, and return which."""
+
+        def reached() -> str | None:
+            state = self.state_of(run_id)
+            return state if state in names else None
+
+        name: str = wait_until(reached, f"run {run_id} in {names}")
+        return name
+
+
+class Worker:
+    """A process worker; its flow processes, and their engines, are below it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.process = psutil.Process(process.pid)
+        self._log_path = log_path
+
+    def named(self, part: str) -> list[psutil.Process]:
+        """Return the living processes below the worker whose command line has this part."""
+        found = []
+        for process in self.process.children(recursive=True):
+            try:
+                if is_alive(process) and part in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def engines(self) -> list[psutil.Process]:
+        return self.named("engine.worker")
+
+    @property
+    def said(self) -> str:
+        return self._log_path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def running_server(folder: Path, command: str) -> Iterator[Prefect]:
+    """Start the server on a port that is free, with a home of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_API_URL": url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+    }
+    prefect = Prefect(api_url=url, environment=environment)
+    with _running(f"{command} --port {port}", folder / "server.txt", prefect):
+        with prefect.client() as client:
+            wait_until(lambda: client.api_healthcheck() is None, f"server at {url}")
+        yield prefect
+
+
+@contextmanager
+def running_worker(prefect: Prefect, folder: Path, command: str, name: str) -> Iterator[Worker]:
+    """Start a worker, and wait until it has told the server that it is there."""
+    log_path = folder / f"{name}.txt"
+    with _running(f"{command} --name {name}", log_path, prefect) as process:
+        worker = Worker(process, log_path)
+        wait_until(lambda: "started!" in worker.said, f"worker {name}")
+        yield worker
+
+
+@contextmanager
+def _running(command: str, log_path: Path, prefect: Prefect) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a line of the shell until the block ends; whatever it has started ends with it."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            ["/bin/bash", "-c", f"exec env {command}"], cwd=ROOT, env=prefect.environment,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        below = []
+        if process.poll() is None:
+            below = psutil.Process(process.pid).children(recursive=True)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for child in below:
+            if is_alive(child):
+                child.kill()

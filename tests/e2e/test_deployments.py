@@ -1,0 +1,278 @@
+"""Deployments on a real server and worker: watched, refused, retried, cancelled, killed, told of."""
+
+import json
+import re
+import runpy
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from uuid import UUID
+
+import pytest
+import yaml
+from job_builders import job_mapping, make_job, questions, read_rows, run_job
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import AwaitingRetry, Cancelling
+from prefect_processes import (
+    ROOT,
+    Prefect,
+    Worker,
+    is_alive,
+    running_server,
+    running_worker,
+    wait_until,
+)
+
+from flows.ledger import Ledger
+from flows.schema import JobState
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_ROWS = 48
+COMMANDS = re.search(
+    r"```bash\n(.*?)```",
+    (ROOT / "deployments" / "README.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+assert COMMANDS is not None
+SERVER, _, WORKER, DEPLOY, RUN = COMMANDS[1].splitlines()
+# Two engines at a time, and more seconds of work than a command takes to start.
+SLOW: dict[str, Any] = {
+    "sampling": {"max_tokens": 16, "temperature": 1.0},
+    "shards": 4,
+    "commit_rows": 2,
+    "commit_seconds": 0.05,
+    "engine__log_level": "DEBUG",
+    "engine__device_ids": [0, 1],
+    "engine__runtime": {"mock_step_seconds": 0.25},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deployments")
+
+
+@pytest.fixture(scope="module")
+def prefect(folder: Path) -> Iterator[Prefect]:
+    with running_server(folder, SERVER) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def worker(prefect: Prefect, folder: Path) -> Iterator[Worker]:
+    """Give a worker that the deployments of the repository are deployed for."""
+    with running_worker(prefect, folder, WORKER, "first") as first:
+        deployed = prefect.command(DEPLOY)
+        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+        yield first
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Give the URL of a webhook, and the list of what it is told."""
+    messages: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/secret-path", messages
+        server.shutdown()
+
+
+def write_yaml(path: Path, job: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(job), encoding="utf-8")
+    return str(path)
+
+
+def num_ok(job: dict[str, Any], job_id: str) -> int:
+    with Ledger.open(job["ledger_url"]) as ledger:
+        row = ledger.find_job(job_id)
+        return 0 if row is None else row.num_ok
+
+
+def committed(job: dict[str, Any], job_id: str) -> dict[str, Any]:
+    with Ledger.open(job["ledger_url"]) as ledger:
+        rows = ledger.iter_completions(ledger.get_job(job_id).job_key)
+        return {row.row_id: row for row in rows}
+
+
+def completed_requests(worker: Worker) -> Counter[str]:
+    """Count how often each row was generated, by a log outside of the ledger."""
+    return Counter(re.findall(r"completed request_id=(\S+)", worker.said))
+
+
+def test_the_commands_of_the_readme_answer_the_rows_of_the_night(
+    prefect: Prefect, worker: Worker, tmp_path: Path
+) -> None:
+    night = yaml.safe_load((ROOT / "configs/jobs/nightly.yaml").read_text(encoding="utf-8"))
+    night |= {"job_dir": str(tmp_path), "ledger_url": f"sqlite:///{tmp_path}/ledger.sqlite"}
+    path = write_yaml(tmp_path / "nightly.yaml", night)
+    assert RUN.count("configs/jobs/nightly.yaml") == 1
+    watched = prefect.command(RUN.replace("configs/jobs/nightly.yaml", path))
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert "Flow run finished successfully in 'Completed'." in watched.stdout
+    assert len(read_rows(tmp_path / "output.jsonl")) == 16
+    run_id = UUID(re.findall(r"UUID: (\S+)", watched.stdout)[0])
+    _check_lines(prefect, run_id)
+    _check_artifacts(prefect, run_id)
+
+
+def _check_lines(prefect: Prefect, run_id: UUID) -> None:
+    with prefect.client() as client:
+        of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
+        shards = {run.id: run.name for run in client.read_task_runs(flow_run_filter=of_run)}
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])))
+    lines = {
+        (shards.get(log.task_run_id), log.name, log.message.partition(" ")[0], log.level)
+        for log in logs
+    }
+    assert (None, "flows.planner", "planned", 20) in lines
+    assert ("shard-0000", "engine.offline", "engine", 20) in lines
+    for index in range(4):
+        assert (f"shard-{index:04d}", "flows.tasks", f"shard={index}", 20) in lines
+
+
+def _check_artifacts(prefect: Prefect, run_id: UUID) -> None:
+    of_run = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_id]))
+    with prefect.client() as client:
+        found = {str(a.key): a for a in client.read_artifacts(artifact_filter=of_run)}
+    progress = found["shard-0003"]
+    assert progress.data == 100.0
+    assert re.search(r"4 of 4 rows done, 0 failed, \d+ tokens, \d+ tokens/s$", progress.description)
+    table = json.loads(found["shards"].data)
+    assert [row["shard"] for row in table] == ["0000", "0001", "0002", "0003"]
+    assert {(row["ok"], row["failed"], row["resumed"], row["preemptions"]) for row in table} == {
+        (4, 0, 0, 0)
+    }
+    job_id = f"nightly-{str(run_id)[:8]}"
+    assert f"tokenmill export {job_id} --output answers.jsonl" in found["summary"].data
+
+
+def test_a_wrong_value_is_refused_with_its_name_and_no_run_is_made(
+    prefect: Prefect, worker: Worker
+) -> None:
+    job = {"name": "a", "sources": [{"path": "a.jsonl"}], "engine": {"model_path": "m"}}
+    with prefect.client() as client:
+        known = len(client.read_flow_runs())
+        with pytest.raises(PrefectHTTPStatusError) as refused:
+            prefect.run_deployment("batch-inference/adhoc", config=job | {"shards": 0})
+        assert "Validation failed for field 'config.shards'" in refused.value.response.text
+        assert len(client.read_flow_runs()) == known
+        schema = client.read_deployment_by_name("batch-inference/adhoc").parameter_openapi_schema
+    form = schema["definitions"]["JobConfig"]["properties"]
+    assert form["shards"]["description"] == "Parts that run on their own."
+    assert "path of its YAML file" in schema["properties"]["config"]["description"]
+
+
+def test_automations_are_made_once_and_a_failed_run_is_told_of_and_retry_goes_on_with_its_job(
+    prefect: Prefect, worker: Worker, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webhook, messages = told
+    script = runpy.run_path(str(ROOT / "deployments" / "automations.py"))
+    monkeypatch.setenv("TOKENMILL_WEBHOOK_URL", webhook)
+    with temporary_settings({PREFECT_API_URL: prefect.api_url}):
+        script["main"]()
+        script["main"]()
+    with prefect.client() as client:
+        assert len(client.read_automations()) == 2
+
+    job = job_mapping(
+        tmp_path, questions(NUM_ROWS), **SLOW | {"job_id": None, "engine__device_ids": [0]}
+    )
+    job["engine"]["runtime"]["mock_step_seconds"] = 0.1
+    job["max_runtime_seconds"] = 5
+    path = write_yaml(tmp_path / "job.yaml", job)
+    run_id = prefect.run_deployment("batch-inference/adhoc", config=path)
+    job_id = f"job-{str(run_id)[:8]}"
+    prefect.wait_for_state(run_id, "Failed")
+    before = committed(job, job_id)
+    assert 0 < len(before) < NUM_ROWS
+    wait_until(lambda: messages, "a message to the webhook")
+    assert messages[0]["text"].startswith(f"Flow run {job_id} is Failed: ")
+    assert f"tokenmill resume {job_id}" in messages[0]["text"]
+
+    job["engine"]["runtime"]["mock_step_seconds"] = 0.0
+    del job["max_runtime_seconds"]
+    write_yaml(tmp_path / "job.yaml", job)
+    with prefect.client() as client:  # as the button of the UI does it
+        client.set_flow_run_state(run_id, AwaitingRetry())
+    prefect.wait_for_state(run_id, "Completed")
+    after = committed(job, job_id)
+    assert len(after) == NUM_ROWS
+    assert {row_id: after[row_id] for row_id in before} == before
+    generated = completed_requests(worker)
+    assert {generated[f"q{index}"] for index in range(NUM_ROWS)} == {1}
+
+
+@pytest.mark.parametrize("way", ["command", "api"])
+def test_a_cancelled_run_is_over_within_seconds_and_its_job_can_be_resumed(
+    prefect: Prefect, worker: Worker, tmp_path: Path, way: str
+) -> None:
+    config = make_job(tmp_path, questions(NUM_ROWS), **SLOW)
+    job = config.model_dump(mode="json")
+    run_id = prefect.run_deployment("batch-inference/adhoc", config=job)
+    wait_until(lambda: num_ok(job, "job-1") >= 6, "some rows are done")
+    engines = worker.engines()
+    assert len(engines) == 2
+    if way == "command":
+        assert prefect.command(f"prefect flow-run cancel {run_id}").returncode == 0
+    else:
+        with prefect.client() as client:
+            client.set_flow_run_state(run_id, Cancelling())
+    prefect.wait_for_state(run_id, "Cancelled")
+    assert not [process for process in engines if is_alive(process)]
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
+    with prefect.client() as client:
+        shards = client.read_task_runs(flow_run_filter=of_run)
+    assert len(shards) == 2  # no shard was begun after the cancel
+    assert {shard.run_count for shard in shards} == {1}
+    with Ledger.open(config.resolved_ledger_url) as ledger:
+        assert ledger.get_job("job-1").state is JobState.INTERRUPTED
+    before = committed(job, "job-1")
+    run_job(make_job(tmp_path, questions(NUM_ROWS), **SLOW | {"engine__runtime": {"inline": True}}))
+    after = committed(job, "job-1")
+    assert len(after) == NUM_ROWS
+    assert {row_id: after[row_id] for row_id in before} == before
+
+
+def test_a_killed_worker_and_flow_leave_no_engine_behind_and_a_job_to_resume(
+    prefect: Prefect, worker: Worker, folder: Path, tmp_path: Path
+) -> None:
+    config = make_job(tmp_path, questions(NUM_ROWS), **SLOW)
+    job = config.model_dump(mode="json")
+    prefect.run_deployment("batch-inference/adhoc", config=job)
+    wait_until(lambda: num_ok(job, "job-1") >= 2, "some rows are done")
+    (flow,) = worker.named("prefect.engine")
+    engines = worker.engines()
+    assert len(engines) == 2
+    worker.process.kill()
+    wait_until(lambda: num_ok(job, "job-1") >= 6, "the flow goes on without its worker")
+    assert len([process for process in engines if is_alive(process)]) == 2
+    flow.kill()
+    wait_until(lambda: not [e for e in engines if is_alive(e)], "the engines end with their flow")
+    before = committed(job, "job-1")
+    run_job(make_job(tmp_path, questions(NUM_ROWS), **SLOW | {"engine__runtime": {"inline": True}}))
+    after = committed(job, "job-1")
+    assert len(after) == NUM_ROWS
+    assert {row_id: after[row_id] for row_id in before} == before
