@@ -152,17 +152,19 @@ def fold_system_messages(messages: Sequence[Message], roles: Collection[str]) ->
     What no user message follows becomes one itself.
     """
     folded: list[Message] = []
-    held: list[str] = []
+    held = ""
     for message in messages:
         if message.get("role") in roles:
-            held.append(_text_of(message.get("content")))
+            held += f"{_text_of(message.get('content'))}\n\n"
         elif held and message.get("role") == "user":
-            folded.append(message | {"content": _put_before(held, message.get("content"))})
-            held = []
+            content: Any = message.get("content") or ""
+            begin: Any = [{"type": "text", "text": held}] if isinstance(content, list) else held
+            folded.append(message | {"content": begin + content})
+            held = ""
         else:
             folded.append(message)
     if held:
-        folded.append({"role": "user", "content": "\n\n".join(held)})
+        folded.append({"role": "user", "content": held.removesuffix("\n\n")})
     return folded
 
 
@@ -175,12 +177,6 @@ def without_surrogates(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_surrogates(item) for item in value]
     return value
-
-
-def _put_before(texts: list[str], content: Any) -> Any:
-    if isinstance(content, list):
-        return [{"type": "text", "text": "\n\n".join([*texts, ""])}, *content]
-    return "\n\n".join([*texts, _text_of(content)])
 
 
 def _text_of(content: Any) -> str:

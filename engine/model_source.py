@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model_checks import WEIGHT_SUFFIX, check_architecture, check_weights
 from engine.sampling_params import SamplingParams
+from engine.weight_files import read_header
 
 _CONFIG_NAME = "config.json"
 _GENERATION_CONFIG_NAME = "generation_config.json"
@@ -23,7 +24,6 @@ _GENERATION_CONFIG_NAME = "generation_config.json"
 _SAMPLE_BYTES = 1 << 20
 # Bytes of each tensor, from its middle: a fine-tune may leave all but a few tensors as they were.
 _TENSOR_SAMPLE_BYTES = 1 << 12
-_MAX_HEADER_BYTES = 100_000_000
 # The sampling defaults that a generation_config.json may set, and our names of them.
 _GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -226,19 +226,15 @@ def _file_digest(file: Path) -> bytes:
             for offset in (0, size // 2, size - _SAMPLE_BYTES):
                 stream.seek(offset)
                 digest.update(stream.read(_SAMPLE_BYTES))
-            for offset in _tensor_middles(stream):
+            for offset in _tensor_middles(file):
                 stream.seek(offset)
                 digest.update(stream.read(_TENSOR_SAMPLE_BYTES))
     return digest.digest()
 
 
-def _tensor_middles(stream: BinaryIO) -> list[int]:
+def _tensor_middles(file: Path) -> list[int]:
     """Return the middle of each tensor of a safetensors file; none when it has no such header."""
-    stream.seek(0)
-    length = int.from_bytes(stream.read(8), "little")
     try:
-        header = json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))
-        header.pop("__metadata__", None)
-        return sorted(8 + length + sum(tensor["data_offsets"]) // 2 for tensor in header.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return sorted((tensor.start + tensor.end) // 2 for tensor in read_header(file))
+    except ValueError:
         return []

@@ -3,4 +3,3 @@
 from engine.models.loader import LoadedModel as LoadedModel
 from engine.models.loader import load_model as load_model
 from engine.models.loader import prepare_model as prepare_model
-from engine.models.weight_size import count_weight_bytes as count_weight_bytes

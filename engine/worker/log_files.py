@@ -5,7 +5,6 @@ process has the file open. So whether a log may be deleted is asked of the kerne
 """
 
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from uuid import uuid4
 
 from engine.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 # A crash of eight ranks, and the restarts that look for its cause, are still there to be read.
 MAX_LOGS = 50
 _TAIL_BYTES = 4096
@@ -43,7 +41,8 @@ def new_log_path(folder: Path, rank: int) -> Path:
         ) from error
     for log in sorted(folder.glob("worker-*.log"), key=_age_seconds)[MAX_LOGS:]:
         if not _is_in_use(log):
-            _delete(log)
+            with suppress(OSError):  # it stays, then; the next start tries again
+                log.unlink(missing_ok=True)
     return path
 
 
@@ -83,10 +82,3 @@ def _is_in_use(log: Path) -> bool:
     except OSError:  # held by a worker, or not to be told on this file system
         return True
     return False
-
-
-def _delete(log: Path) -> None:
-    try:
-        log.unlink(missing_ok=True)
-    except OSError as error:
-        logger.debug("an old worker log stays: %s", error)

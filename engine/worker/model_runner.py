@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.backends import load_backend
+from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.layers.logprobs import score
@@ -15,7 +16,7 @@ from engine.layers.sampler import sample
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
 from engine.model_source import ModelSource
-from engine.models import count_weight_bytes, load_model
+from engine.models import load_model
 from engine.parallel import ParallelGroup, Rendezvous
 from engine.worker.kv_pool import allocate_pool, count_blocks
 from engine.worker.model_input import ModelInput, SlotTable

@@ -274,12 +274,8 @@ def receive_from_all(
 
 def _wait_for_any(workers: dict[int, Worker], timeout_seconds: float) -> list[int]:
     """Return the ranks whose answer, or end, is there."""
-    channels = {
-        worker.channel: rank
-        for rank, worker in workers.items()
-        if isinstance(worker, WorkerProcess)
-    }
-    return [channels[channel] for channel in Channel.wait_for_any([*channels], timeout_seconds)]
+    ranks = {w.channel: rank for rank, w in workers.items() if isinstance(w, WorkerProcess)}
+    return [ranks[channel] for channel in Channel.wait_for_any([*ranks], timeout_seconds)]
 
 
 def _silence(workers: dict[int, Worker], timeout_seconds: float) -> WorkerError:

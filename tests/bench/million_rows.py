@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from engine import Completion, GenerateRequest
+from engine import Completion
 from flows import shard_runner
 from flows.job_file import validate_job_config
 from flows.job_run import JobOutcome, JobRun
@@ -39,7 +39,7 @@ REAL_SECONDS = 600
 REAL_ROWS = REAL_SECONDS * 64 // 52
 WARM_UP_ROWS = 2000
 _SAMPLE_SECONDS = 0.1
-_TIMED_ROWS = 101
+_TIMED_CALLS = 101
 Result = TypeVar("Result")
 _WRITER, _INTAKE = "writer-0", "tokenmill-intake"
 
@@ -98,49 +98,37 @@ class Watch:
                 return
 
 
-class ThreadClock:
-    """CPU seconds of the job layer in a thread that it shares with the engine.
+class ResultClock:
+    """CPU seconds that results take in the loop's thread, which is the engine's otherwise.
 
-    One row in a hundred and one is timed and stands for the others: to look at this clock takes longer
-    than much of what it times.
+    One call in a hundred and one is timed and stands for the others: to look at this clock takes
+    longer than much of what it times.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._count = 0
+    seconds = 0.0
+    num_calls = 0
 
-    def time(self, work: Callable[[], Result]) -> Result:
-        self._count += 1
-        if self._count % _TIMED_ROWS:
+    @classmethod
+    def time(cls, work: Callable[[], Result]) -> Result:
+        cls.num_calls += 1
+        if cls.num_calls % _TIMED_CALLS:
             return work()
         started = time.thread_time()
         result = work()
-        self.seconds += _TIMED_ROWS * (time.thread_time() - started)
+        cls.seconds += _TIMED_CALLS * (time.thread_time() - started)
         return result
 
 
 class TimedRows(PendingRows):
-    """Its requests are made in the intake's thread, its results in the loop's."""
-
-    request_clock = ThreadClock()
-    result_clock = ThreadClock()
-
-    def requests(self) -> Iterator[GenerateRequest]:
-        source = super().requests()
-        while (request := self.request_clock.time(lambda: next(source, None))) is not None:
-            yield request
-
     def results_of(self, completion: Completion) -> Iterator[CompletionRow]:
         results = super().results_of(completion)
-        return iter(self.result_clock.time(lambda: list(results)))
+        return iter(ResultClock.time(lambda: list(results)))
 
 
 class TimedWriter(ShardWriter):
-    put_clock = ThreadClock()
-
     def put(self, row: CompletionRow) -> None:
         put = super().put
-        self.put_clock.time(lambda: put(row))
+        ResultClock.time(lambda: put(row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +151,9 @@ class Measured:
         cpu = {stage.name: stage.cpu_seconds for stage in self.watch.stages}
         return {
             "plan": cpu["plan"],
-            "make requests": TimedRows.request_clock.seconds,
-            "take results": TimedRows.result_clock.seconds + TimedWriter.put_clock.seconds,
+            # With the engine's tokenizer, which works in the same thread.
+            "make requests": self.watch.thread_seconds[f"answer/{_INTAKE}"],
+            "take results": ResultClock.seconds,
             "commit": self.watch.thread_seconds[f"answer/{_WRITER}"],
             "export": cpu["export"],
         }
@@ -203,8 +192,7 @@ def run_job(folder: Path, num_rows: int, args: argparse.Namespace) -> Measured:
     write_rows(folder / "rows.jsonl", num_rows)
     ledger_url = args.postgres or f"sqlite:///{folder / 'ledger.sqlite'}"
     config = validate_job_config(job_mapping(folder, ledger_url, args.max_tokens), origin="bench")
-    TimedRows.request_clock.seconds = TimedRows.result_clock.seconds = 0.0
-    TimedWriter.put_clock.seconds = 0.0
+    ResultClock.seconds = 0.0
     worker_cpu = _children_cpu()
     watch = Watch()
     planning = watch.stage("plan")

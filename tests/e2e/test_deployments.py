@@ -194,13 +194,14 @@ def test_automations_are_made_once_and_a_failed_run_is_told_of_and_retry_goes_on
     with temporary_settings({PREFECT_API_URL: prefect.api_url}):
         script["main"]()
         script["main"]()
+    deployed = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text(encoding="utf-8"))
+    beat = float(deployed["definitions"]["environment"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert script["SILENCE"].total_seconds() == 3 * beat
     with prefect.client() as client:
         assert len(client.read_automations()) == 2
 
-    job = job_mapping(
-        tmp_path, questions(NUM_ROWS), **SLOW | {"job_id": None, "engine__device_ids": [0]}
-    )
-    job["engine"]["runtime"]["mock_step_seconds"] = 0.1
+    one_engine = {"engine__device_ids": [0], "engine__runtime": {"mock_step_seconds": 0.1}}
+    job = job_mapping(tmp_path, questions(NUM_ROWS), **SLOW | one_engine | {"job_id": None})
     job["max_runtime_seconds"] = 5
     path = write_yaml(tmp_path / "job.yaml", job)
     run_id = prefect.run_deployment("batch-inference/adhoc", config=path)
@@ -212,8 +213,8 @@ def test_automations_are_made_once_and_a_failed_run_is_told_of_and_retry_goes_on
     assert messages[0]["text"].startswith(f"Flow run {job_id} is Failed: ")
     assert f"tokenmill resume {job_id}" in messages[0]["text"]
 
-    job["engine"]["runtime"]["mock_step_seconds"] = 0.0
     del job["max_runtime_seconds"]
+    job["engine"]["runtime"] = {"mock_step_seconds": 0.0}
     write_yaml(tmp_path / "job.yaml", job)
     with prefect.client() as client:  # as the button of the UI does it
         client.set_flow_run_state(run_id, AwaitingRetry())

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from engine.backends.base import DeviceHolder, MemoryInfo
 from engine.backends.cpu import CpuBackend
+from engine.backends.weight_size import count_weight_bytes
 from engine.errors import ConfigError, WorkerError, WorkerFailure
-from engine.models import count_weight_bytes
 
 GIB = 1 << 30
 

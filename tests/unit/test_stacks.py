@@ -328,6 +328,17 @@ class TestLockedDevices:
             time.sleep(0.01)
         Borrower(make_pool("other")).give_back()
 
+    def test_an_engine_in_use_is_not_closed_beside_an_idle_one(self, make_pool: MakePool) -> None:
+        one = make_pool("one", warm_seconds=0.1, device_ids=[0, 1])
+        with one.borrow() as slot:
+            engine = slot.engine()
+            with one.borrow() as second:
+                idle_engine = second.engine()
+            waiting = Borrower(make_pool("other", device_ids=[0, 1]))
+            waiting.give_back()
+            assert not is_open(idle_engine)
+            assert is_open(engine)
+
     def test_without_warm_seconds_each_shard_loads_anew(self, make_pool: MakePool) -> None:
         one = make_pool("one", warm_seconds=0.0)
         for _ in range(2):

@@ -1,20 +1,16 @@
-"""How much memory the weights of a model folder will take, from the headers of its files.
-
-Source: the safetensors format: eight bytes with the length of a header, then the header in JSON.
-The library would map the whole file, which fails for one that is larger than the memory.
-"""
+"""How much memory the weights of a model folder will take, from the headers of its files."""
 
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from engine.weight_files import read_header
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = "*.safetensors"
-_MAX_HEADER_BYTES = 100_000_000
 # The format's own names of dtypes.
 _SAVED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -30,21 +26,16 @@ def count_weight_bytes(path: Path, dtype: torch.dtype, num_copies: int = 1) -> i
 
 
 def _count_bytes(file: Path, dtype: torch.dtype, num_copies: int) -> int:
-    total = 0
     try:
-        for name, tensor in _read_header(file).items():
-            if name != "__metadata__":
-                copies = 1 if tensor["dtype"] == _SAVED_AS.get(dtype) else num_copies
-                total += prod(tensor["shape"]) * dtype.itemsize * copies
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        tensors = read_header(file)
+    except (OSError, ValueError):
         return file.stat().st_size if file.is_file() else 0
-    return total
-
-
-def _read_header(file: Path) -> Any:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        return json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))
+    return sum(
+        prod(tensor.shape)
+        * dtype.itemsize
+        * (1 if tensor.dtype == _SAVED_AS.get(dtype) else num_copies)
+        for tensor in tensors
+    )
 
 
 def _weight_files(path: Path) -> list[Path]:
