@@ -266,7 +266,7 @@ def _try_flock(descriptor: int, kind: int) -> bool:
 def _claim_on(path: Path) -> Claim | None:
     """Return what a process that lives has written to a file that it has locked."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

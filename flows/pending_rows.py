@@ -135,7 +135,7 @@ class PendingRows:
         return first is None
 
     def _to_request(
-        self, row: IndexRow, done: DoneSamples | None, partials: Iterable[PartialRow]
+        self, row: IndexRow, done: DoneSamples | None, partials: Sequence[PartialRow]
     ) -> GenerateRequest:
         record = self._reader.read_at(row.row_index, row.location)
         if isinstance(record, BadRow) or record.row_id != row.row_id:
@@ -147,6 +147,8 @@ class PendingRows:
         request = record.to_request(params, default_timeout_seconds=self._timeout_seconds)
         left = set(range(params.n)) - (set() if done is None else done.indices)
         self._open[row.row_id] = _OpenRow(row=row, num_samples=params.n, num_left=len(left))
+        if done is None and not partials:
+            return request
         return replace(
             request,
             sample_indices=None if len(left) == params.n else tuple(sorted(left)),

@@ -21,8 +21,8 @@ def publish_run(run: JobRun, outcome: JobOutcome, summaries: list[ShardSummary])
         create_table_artifact(
             key="shards",
             table=table_of_shards(shards, summaries),
-            description=f"{outcome.job_id}: the rows of each shard; tokens, preemptions and what "
-            "follows them are of this run alone",
+            description=f"{outcome.job_id}: the rows of each shard; from "
+            "`resumed` on the numbers are of this run alone",
         )
         create_markdown_artifact(
             key="summary",
@@ -53,11 +53,11 @@ def _row_of(shard: ShardRow, summary: ShardSummary | None) -> dict[str, Any]:
     stats = summary.stats
     return row | {
         "resumed": summary.num_resumed,
-        "deduplicated": summary.num_deduplicated,
+        "tokens/s": round(stats.num_output_tokens / max(stats.busy_seconds, 1e-9), 1),
+        "output tokens": stats.num_output_tokens,
         "prompt tokens": stats.num_prompt_tokens,
         "cached tokens": stats.num_cached_tokens,
-        "output tokens": stats.num_output_tokens,
-        "tokens/s": round(stats.num_output_tokens / max(stats.busy_seconds, 1e-9), 1),
+        "deduplicated": summary.num_deduplicated,
         "preemptions": stats.num_preemptions,
         "worker deaths": summary.num_worker_deaths,
         "device": summary.device or "",
@@ -75,10 +75,10 @@ def describe_outcome(config: JobConfig, outcome: JobOutcome) -> str:
     if not is_complete:
         commands[0] = resume_command(config)
     output = f"Output: `{outcome.output_path}`\n\n" if is_complete else ""
+    retry = "" if is_complete else "Retry of this flow run goes on with this job too.\n"
     return (
         f"## {outcome.job_id}\n\n"
         f"{outcome.state.value}: {outcome.message}\n\n"
         f"{output}"
-        "```bash\n" + "\n".join(commands) + "\n```\n\n"
-        "Retry of this flow run goes on with this job too.\n"
+        "```bash\n" + "\n".join(commands) + f"\n```\n\n{retry}"
     )

@@ -19,7 +19,11 @@ from flows.cli import app
 from flows.job_file import validate_job_config
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "deployments/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 README = ROOT / "README.md"
 TRANSLATIONS = sorted(ROOT.glob("README.*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
