@@ -198,7 +198,9 @@ class JobConfig(Section):
     lease_seconds: float = Field(
         default=60, ge=1, description="A shard whose owner is silent this long may be taken over."
     )
-    commit_rows: int = Field(default=64, ge=1, description="Most answers in one commit.")
+    commit_rows: int = Field(
+        default=64, ge=1, description="A commit begins when so many answers wait for it."
+    )
     commit_seconds: float = Field(
         default=1.0, gt=0, description="Longest time that a finished answer waits for its commit."
     )
