@@ -65,12 +65,10 @@ class ChatTemplate:
             )
         clean = [self._settle_parts(message) for message in without_surrogates(list(messages))]
         settled = self._settle_system_messages(clean)
-        return list(
-            self._apply(settled, tokenize=True, add_generation_prompt=add_generation_prompt)
-        )
+        return list(self._apply(settled, add_generation_prompt=add_generation_prompt))
 
     def _apply(
-        self, messages: list[Message], *, tokenize: bool, add_generation_prompt: bool
+        self, messages: list[Message], *, tokenize: bool = True, add_generation_prompt: bool = True
     ) -> Any:
         return self._tokenizer.apply_chat_template(
             messages,
@@ -141,7 +139,7 @@ class ChatTemplate:
 
     def _try(self, *messages: Message) -> str | Exception:
         try:
-            return str(self._apply(list(messages), tokenize=False, add_generation_prompt=True))
+            return str(self._apply(list(messages), tokenize=False))
         except Exception as error:  # noqa: BLE001 - the model's code, which may raise anything
             return error
 
@@ -181,9 +179,8 @@ def without_surrogates(value: Any) -> Any:
 
 def _text_of(content: Any) -> str:
     """Return the text of a message, whose content may be a list of parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return "" if content is None else str(content)
+    is_list = isinstance(content, list)
+    return "".join(part["text"] for part in content) if is_list else str(content or "")
 
 
 def _text_of_part(part: Any) -> str:

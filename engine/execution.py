@@ -252,13 +252,12 @@ def _check_heads(source: ModelSource, num_ranks: int) -> None:
             loaded.
     """
     heads, kv_heads = source.num_attention_heads, source.num_key_value_heads
+    found = None
     if heads % num_ranks:
+        found = f"{heads} attention heads; it must divide them"
+    elif kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
+        found = f"{kv_heads} key-value heads; one must divide the other"
+    if found is not None:
         raise ConfigError(
-            f"engine.tensor_parallel_size is {num_ranks}, but {source.path} has {heads} attention "
-            "heads; it must divide them"
-        )
-    if kv_heads and kv_heads % num_ranks and num_ranks % kv_heads:
-        raise ConfigError(
-            f"engine.tensor_parallel_size is {num_ranks}, but {source.path} has {kv_heads} "
-            "key-value heads; one must divide the other"
+            f"engine.tensor_parallel_size is {num_ranks}, but {source.path} has {found}"
         )

@@ -93,11 +93,8 @@ class Tokenizer(ABC):
         return EncodedPrompt(token_ids=kept, is_truncated=True)
 
     def _encode_prompt(self, request: GenerateRequest) -> list[int]:
-        given = [
-            name
-            for name in ("prompt", "messages", "prompt_token_ids")
-            if getattr(request, name) is not None
-        ]
+        names = ("prompt", "messages", "prompt_token_ids")
+        given = [name for name in names if getattr(request, name) is not None]
         if len(given) != 1:
             raise RequestError(
                 RequestErrorCode.BAD_ROW,
@@ -111,10 +108,8 @@ class Tokenizer(ABC):
         elif isinstance(request.prompt, str):
             token_ids = self._encode_text(without_surrogates(request.prompt))
         else:
-            raise RequestError(
-                RequestErrorCode.BAD_ROW,
-                f"prompt is a {type(request.prompt).__name__}, wanted a string",
-            )
+            kind = type(request.prompt).__name__
+            raise RequestError(RequestErrorCode.BAD_ROW, f"prompt is a {kind}, wanted a string")
         if not token_ids:
             raise RequestError(
                 RequestErrorCode.PROMPT_EMPTY, "the prompt has no token; give it some text"

@@ -260,10 +260,10 @@ def receive_from_all(
     while len(replies) < len(workers):
         waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in replies}
         ready = _wait_for_any(waiting, deadline - time.monotonic())
-        if not ready and not has_failed:
-            raise _silence(waiting, timeout_seconds)
         if not ready:
-            break
+            if has_failed:
+                break
+            raise _silence(waiting, timeout_seconds)
         for rank in ready:
             replies[rank] = reply = waiting[rank].receive(timeout_seconds)
             if isinstance(reply, StepFailed | StartFailed) and not has_failed:

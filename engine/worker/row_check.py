@@ -68,10 +68,8 @@ def _run(
 ) -> torch.Tensor:
     """Compute tokens from start to end of each sequence; return the logits of all of them."""
     positions = [torch.arange(start, end) for _, start, end in parts]
-    slots = [
-        sequence.first_block * block_size + part
-        for (sequence, _, _), part in zip(parts, positions, strict=True)
-    ]
+    starts = [sequence.first_block * block_size for sequence, _, _ in parts]
+    slots = [start + part for start, part in zip(starts, positions, strict=True)]
     num_blocks = max(-(-end // block_size) for _, _, end in parts)
     tables = [torch.arange(num_blocks) + sequence.first_block for sequence, _, _ in parts]
     seq_lens = [end for _, _, end in parts]
