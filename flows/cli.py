@@ -11,6 +11,7 @@ from flows.cli_options import (
     JobArgument,
     JsonOption,
     LedgerOption,
+    SetOption,
     config_of,
     open_ledger,
     print_json,
@@ -56,10 +57,7 @@ def main() -> None:
 @app.command()
 def run(
     config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A job's YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.KEY=VALUE", help="Change a field of the file."),
-    ] = None,
+    overrides: SetOption = None,
     fork: Annotated[
         str | None,
         typer.Option(metavar="JOB", help="A new job that takes over the answers that hold."),
@@ -74,10 +72,12 @@ def run(
 
 
 @app.command()
-def resume(job_id: JobArgument, ledger_url: LedgerOption = None) -> None:
+def resume(
+    job_id: JobArgument, overrides: SetOption = None, ledger_url: LedgerOption = None
+) -> None:
     """Go on with a job where it stopped; rows that are done are not repeated."""
     with open_ledger(ledger_url) as ledger:
-        config = config_of(ledger.get_job(job_id), ledger_url)
+        config = config_of(ledger.get_job(job_id), ledger_url, overrides)
     raise typer.Exit(run_in_foreground(config))
 
 
@@ -88,11 +88,12 @@ def retry_failed_rows(
         list[str] | None,
         typer.Option("--code", metavar="CODE", help="Only rows with this error code; repeatable."),
     ] = None,
+    overrides: SetOption = None,
     ledger_url: LedgerOption = None,
 ) -> None:
     """Ask rows again that failed, and go on with the job."""
     with open_ledger(ledger_url) as ledger:
-        config = config_of(ledger.get_job(job_id), ledger_url)
+        config = config_of(ledger.get_job(job_id), ledger_url, overrides)
         summary = retry_failed(ledger, job_id, tuple(codes or ()))
     talk.print(str(summary), markup=False, highlight=False)
     if summary.num_samples:

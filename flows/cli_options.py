@@ -15,6 +15,10 @@ LedgerOption = Annotated[
     typer.Option("--ledger", help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.KEY=VALUE", help="Change a field; repeatable."),
+]
 JobArgument = Annotated[str, typer.Argument(help="The job's id.")]
 
 
@@ -27,12 +31,17 @@ def open_ledger(ledger_url: str | None) -> Ledger:
     return Ledger.open(ledger_url or default_ledger_url(), must_exist=True)
 
 
-def config_of(job: JobRow, ledger_url: str | None) -> JobConfig:
-    """Return the configuration that the job was started with, on this ledger."""
+def config_of(job: JobRow, ledger_url: str | None, overrides: list[str] | None = None) -> JobConfig:
+    """Return the configuration of the job's last run, on this ledger, with overrides over it.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
     # What the environment names stays there: it may hold a password, and Prefect keeps parameters.
     is_default = ledger_url in (None, default_ledger_url())
     stored = {**job.config, "ledger_url": None if is_default else ledger_url}
-    return validate_job_config(stored, origin=f"the configuration of job {job.job_id}")
+    origin = f"the configuration of job {job.job_id}"
+    return validate_job_config(stored, tuple(overrides or ()), origin=origin)
 
 
 def print_json(value: object) -> None:

@@ -45,19 +45,25 @@ def load_job_config(path: Path, overrides: tuple[str, ...] = ()) -> JobConfig:
         raise ConfigError(
             f"{path}: found {type(data).__name__}, wanted a mapping of keys to values"
         )
-    for override in overrides:
-        _apply_override(data, override)
-    return validate_job_config(data, origin=str(path), lines=lines)
+    return validate_job_config(data, overrides, origin=str(path), lines=lines)
 
 
 def validate_job_config(
-    data: dict[str, Any], *, origin: str, lines: Mapping[str, int] | None = None
+    data: dict[str, Any],
+    overrides: tuple[str, ...] = (),
+    *,
+    origin: str,
+    lines: Mapping[str, int] | None = None,
 ) -> JobConfig:
-    """Turn a mapping into a JobConfig; lines tell where the keys of a file stand.
+    """Turn a mapping, with overrides laid over it, into a JobConfig.
+
+    lines tell where the keys of a file stand.
 
     Raises:
         ConfigError: lists every wrong field, where it is, and what to write instead.
     """
+    for override in overrides:
+        _apply_override(data, override)
     try:
         return JobConfig.model_validate(data)
     except ValidationError as error:

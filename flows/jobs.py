@@ -7,6 +7,7 @@ the shards first, so that no two transactions wait for each other.
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -39,6 +40,7 @@ _ADD_TO_JOB = (
     .values({name: getattr(JobTable, name) + bindparam(f"new_{name}") for name in COUNTERS})
     .values(updated_at=bindparam("now"))
 )
+_NUM_FAILED = select(JobTable.num_error).where(JobTable.job_key == bindparam("key"))
 
 
 def create(connection: Connection, job: NewJob, *, created_at: float) -> None:
@@ -101,6 +103,11 @@ def set_state(connection: Connection, job_key: int, state: JobState) -> None:
     _update(connection, job_key, {"state": state})
 
 
+def set_config(connection: Connection, job_key: int, config: Mapping[str, Any]) -> None:
+    """Keep another configuration."""
+    _update(connection, job_key, {"config": dict(config)})
+
+
 def add_counts(
     connection: Connection, job_key: int, shard_index: int, counts: Mapping[str, int]
 ) -> None:
@@ -112,8 +119,7 @@ def add_counts(
 
 def count_failed(connection: Connection, job_key: int) -> int:
     """Return how many rows of the job have failed."""
-    query = select(JobTable.num_error).where(JobTable.job_key == job_key)
-    return connection.execute(query).scalar_one()
+    return connection.execute(_NUM_FAILED, {"key": job_key}).scalar_one()
 
 
 def reshard(

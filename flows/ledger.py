@@ -121,6 +121,10 @@ class Ledger:
         """
         self.database.write(lambda connection: jobs.set_state(connection, job_key, state))
 
+    def set_job_config(self, job_key: int, config: Mapping[str, Any]) -> None:
+        """Keep the configuration of the run that goes on with a job."""
+        self.database.write(lambda connection: jobs.set_config(connection, job_key, config))
+
     def acquire_job(self, job_key: int, *, owner: Owner, lease_seconds: float) -> JobLease:
         """Become the one process that drives the job.
 

@@ -239,7 +239,7 @@ def _create(
     return ledger.create_job(
         NewJob(
             job_id=config.job_id,
-            config=config.model_dump(mode="json", exclude={"ledger_url"}),
+            config=_without_secrets(config),
             seed=config.seed if config.seed is not None else seed,
             fingerprint=fingerprint,
             manifest_hash=plan.manifest_hash,
@@ -256,9 +256,10 @@ def _take_up(
     ledger.check_resumable(
         job, fingerprint=fingerprint, manifest_hash=plan.manifest_hash, num_rows=plan.num_rows
     )
+    ledger.set_job_config(job.job_key, _without_secrets(config))
     if job.num_shards != config.shards:
         ledger.reshard(job.job_key, config.shards)
-        job = ledger.get_job(job.job_id)
+    job = ledger.get_job(job.job_id)
     logger.info(
         "resuming job=%s rows_done=%d rows=%d",
         job.job_id,
@@ -266,6 +267,11 @@ def _take_up(
         job.num_rows,
     )
     return job
+
+
+def _without_secrets(config: JobConfig) -> dict[str, Any]:
+    """Return what the ledger keeps of a configuration; the ledger's URL may hold a password."""
+    return config.model_dump(mode="json", exclude={"ledger_url"})
 
 
 def _commit_bad_rows(ledger: Ledger, job: JobRow, plan: Plan) -> None:

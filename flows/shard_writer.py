@@ -35,8 +35,8 @@ class TooManyFailedRowsError(TokenmillError):
     def __init__(self, num_failed: int, max_failed: int) -> None:
         super().__init__(
             f"{num_failed} rows failed, more than max_failed_rows allows ({max_failed}); see "
-            "errors.jsonl of `tokenmill export`, mend the cause, then resume the job with a larger "
-            "max_failed_rows"
+            "errors.jsonl of `tokenmill export`, mend the cause, then go on with `tokenmill resume "
+            "JOB --set max_failed_rows=N`"
         )
 
 

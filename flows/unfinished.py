@@ -6,15 +6,37 @@ against a row. These are statements on a connection; flows.ledger decides what i
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, and_, delete, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    select,
+    update,
+)
 
 from engine import LedgerError
 from flows.ledger_rows import CompletionRow, PartialRow
 from flows.schema import PartialTable, SuspectTable
 
 logger = logging.getLogger(__name__)
+# Whether there may be something to forget. Most rows never had any, and every commit asks: to name
+# its rows in two statements takes long.
+_IS_ANY_KNOWN = select(
+    *(
+        exists().where(
+            table.job_key == bindparam("job_key"),
+            table.row_index.between(bindparam("first"), bindparam("last")),
+        )
+        for table in (PartialTable, SuspectTable)
+    )
+)
 
 
 def save_partials(connection: Connection, job_key: int, rows: Sequence[PartialRow]) -> None:
@@ -104,24 +126,12 @@ def forget(connection: Connection, job_key: int, rows: Sequence[CompletionRow]) 
     if not rows:
         return
     row_indices = {row.row_index for row in rows}
-    # Most rows never had any, and naming a thousand of them in a DELETE takes long.
-    if _is_any(connection, PartialTable, job_key, row_indices):
+    values = {"job_key": job_key, "first": min(row_indices), "last": max(row_indices)}
+    has_partials, has_suspects = connection.execute(_IS_ANY_KNOWN, values).one()
+    if has_partials:
         _delete_partials(connection, job_key, {row.key for row in rows})
-    if _is_any(connection, SuspectTable, job_key, row_indices):
+    if has_suspects:
         clear_suspects(connection, job_key, row_indices)
-
-
-def _is_any(
-    connection: Connection,
-    table: type[PartialTable | SuspectTable],
-    job_key: int,
-    row_indices: Collection[int],
-) -> bool:
-    """Tell whether the table may hold one of the rows."""
-    query = select(table.row_index).where(
-        table.job_key == job_key, table.row_index.between(min(row_indices), max(row_indices))
-    )
-    return connection.execute(query.limit(1)).first() is not None
 
 
 def _delete_partials(connection: Connection, job_key: int, keys: Iterable[tuple[int, int]]) -> None:

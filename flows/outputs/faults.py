@@ -37,14 +37,15 @@ FAULTS = {
         remedy="Give the prompt some text; run the mended rows as a new job.",
     ),
     RequestErrorCode.KV_CAPACITY: Fault(
-        remedy="Give the KV cache more room (engine.cache), or shorten the prompt or max_tokens; "
-        "then run tokenmill retry-failed.",
+        remedy="Give the KV cache more room: tokenmill retry-failed JOB --set "
+        "engine.cache.kv_cache_gib=N; or shorten the prompt or max_tokens in a new job.",
     ),
     RequestErrorCode.TOKEN_OUT_OF_VOCABULARY: Fault(
         remedy="Use token ids of this model's own tokenizer; run the mended rows as a new job.",
     ),
     RequestErrorCode.TIMEOUT: Fault(
-        remedy="Raise row_timeout_seconds or lower max_tokens; then run tokenmill retry-failed.",
+        remedy="Give the row more time: tokenmill retry-failed JOB --set row_timeout_seconds=N, "
+        "or its own timeout_seconds in a new job.",
         status_code=None,
     ),
     RequestErrorCode.DEPENDENCY_FAILED: Fault(

@@ -341,3 +341,36 @@ class TestStatus:
         (shown,) = json.loads(terminal(*command, "--json").out)
         assert (shown["state"], shown["reason"]) == ("running", None)
         assert shown["driver"] == {"process": 1, "host": "elsewhere"}
+
+
+@pytest.mark.usefixtures("started")
+class TestSet:
+    def test_failed_rows_are_asked_again_with_another_setting_which_stays(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        config = make_job(tmp_path, questions(4), row_timeout_seconds=1e-9)
+        assert run_job(config)[0].message.startswith("0 ok, 4 failed")
+        url = config.resolved_ledger_url
+        ended = terminal(
+            "retry-failed", "job-1", "--set", "row_timeout_seconds=600", "--ledger", url
+        )
+        assert (ended.code, len(stored_rows(config))) == (0, 4)
+        assert all(row.error_code is None for row in stored_rows(config))
+        with Ledger.open(url) as ledger:
+            assert ledger.get_job("job-1").config["row_timeout_seconds"] == 600
+            assert list_experiments(ledger)[0].config["row_timeout_seconds"] == 600
+
+    def test_what_would_change_the_answers_is_refused_and_changes_nothing(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        config = make_job(tmp_path, questions(4))
+        run_job(config)
+        url = config.resolved_ledger_url
+        ended = terminal("resume", "job-1", "--set", "sampling.max_tokens=9", "--ledger", url)
+        assert ended.code == 2
+        assert "sampling: was" in ended.err
+        ended = terminal("resume", "job-1", "--set", "max_token=9", "--ledger", url)
+        assert ended.code == 2
+        assert "max_token" in ended.err
+        with Ledger.open(url) as ledger:
+            assert ledger.get_job("job-1").config["sampling"]["max_tokens"] == 8
