@@ -282,6 +282,11 @@ class PendingRows:
 
 def _to_row(completion: Completion, open_row: _OpenRow) -> CompletionRow:
     error, row = completion.error, open_row.row
+    logprobs = StoredLogprobs(
+        output=tuple(completion.logprobs or ()),
+        prompt=tuple(completion.prompt_logprobs or ()),
+        turns=tuple(tuple(reply.logprobs or ()) for reply in completion.replies),
+    )
     return CompletionRow(
         row_index=row.row_index,
         sample_index=completion.sample_index,
@@ -296,23 +301,11 @@ def _to_row(completion: Completion, open_row: _OpenRow) -> CompletionRow:
         text=completion.text if error is None else None,
         token_ids=completion.token_ids,
         turns=tuple(reply.text for reply in completion.replies),
-        logprobs=_logprobs(completion),
+        logprobs=logprobs or None,
         num_samples=open_row.num_samples,
         is_truncated=completion.is_truncated,
         request_hash=row.request_hash,
     )
-
-
-def _logprobs(completion: Completion) -> StoredLogprobs | None:
-    is_scored = completion.logprobs is not None or completion.prompt_logprobs is not None
-    if not is_scored and not completion.replies:
-        return None
-    stored = StoredLogprobs(
-        output=tuple(completion.logprobs or ()),
-        prompt=tuple(completion.prompt_logprobs or ()),
-        turns=tuple(tuple(reply.logprobs or ()) for reply in completion.replies),
-    )
-    return stored or None
 
 
 def _to_outputs(

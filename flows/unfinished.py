@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Exists,
     RowMapping,
     and_,
     bindparam,
@@ -26,17 +27,18 @@ from flows.ledger_rows import CompletionRow, PartialRow
 from flows.schema import PartialTable, SuspectTable
 
 logger = logging.getLogger(__name__)
+
+
+def _has_any(table: type[PartialTable | SuspectTable]) -> Exists:
+    return exists().where(
+        table.job_key == bindparam("job_key"),
+        table.row_index.between(bindparam("first"), bindparam("last")),
+    )
+
+
 # Whether there may be something to forget. Most rows never had any, and every commit asks: to name
 # its rows in two statements takes long.
-_IS_ANY_KNOWN = select(
-    *(
-        exists().where(
-            table.job_key == bindparam("job_key"),
-            table.row_index.between(bindparam("first"), bindparam("last")),
-        )
-        for table in (PartialTable, SuspectTable)
-    )
-)
+_HAVE_ANY = select(_has_any(PartialTable), _has_any(SuspectTable))
 
 
 def save_partials(connection: Connection, job_key: int, rows: Sequence[PartialRow]) -> None:
@@ -127,7 +129,7 @@ def forget(connection: Connection, job_key: int, rows: Sequence[CompletionRow]) 
         return
     row_indices = {row.row_index for row in rows}
     values = {"job_key": job_key, "first": min(row_indices), "last": max(row_indices)}
-    has_partials, has_suspects = connection.execute(_IS_ANY_KNOWN, values).one()
+    has_partials, has_suspects = connection.execute(_HAVE_ANY, values).one()
     if has_partials:
         _delete_partials(connection, job_key, {row.key for row in rows})
     if has_suspects:
