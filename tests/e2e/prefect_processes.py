@@ -63,20 +63,18 @@ class Prefect:
             ).id
         return run_id
 
-    def state_of(self, run_id: UUID) -> str:
-        with self.client() as client:
-            state = client.read_flow_run(run_id).state
-        return "" if state is None else state.name or ""
+    def wait_for_state(self, run_id: UUID, name: str) -> None:
+        """Wait until the run is in this state; another final state is told with its message."""
 
-    def wait_for_state(self, run_id: UUID, *names: str) -> str:
-        """Wait until the run is in one of these states, and return which."""
+        def has_reached() -> bool:
+            with self.client() as client:
+                state = client.read_flow_run(run_id).state
+            assert state is not None
+            is_reached = state.name == name
+            assert is_reached or not state.is_final(), f"{state.name}: {state.message}"
+            return is_reached
 
-        def reached() -> str | None:
-            state = self.state_of(run_id)
-            return state if state in names else None
-
-        name: str = wait_until(reached, f"run {run_id} in {names}")
-        return name
+        wait_until(has_reached, f"run {run_id} is {name}")
 
 
 class Worker:

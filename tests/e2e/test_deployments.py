@@ -296,5 +296,7 @@ def test_a_killed_worker_and_flow_leave_no_engine_behind_and_a_job_to_resume(
     wait_until(lambda: num_ok(job, "job-1") >= 6, "the flow goes on without its worker")
     assert len([process for process in engines if is_alive(process)]) == 2
     flow.kill()
-    wait_until(lambda: not [e for e in engines if is_alive(e)], "the engines end with their flow")
+    wait_until(
+        lambda: not [p for p in (flow, *engines) if is_alive(p)], "the engines end with their flow"
+    )
     _resume(tmp_path)
