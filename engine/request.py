@@ -277,10 +277,10 @@ class InferRequest:
         """Return the prompt and what was generated so far, or the positions [start, stop)."""
         num_prompt = len(self.prompt_token_ids)
         stop = self.num_known_tokens if stop is None else stop
-        return (
-            self.prompt_token_ids[start:stop]
-            + self.output_token_ids[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
-        )
+        of_prompt = self.prompt_token_ids[start:stop]
+        if stop <= num_prompt:
+            return of_prompt
+        return of_prompt + self.output_token_ids[max(start - num_prompt, 0) : stop - num_prompt]
 
     def expect_token(self) -> None:
         """Count a token that a step in flight will sample."""

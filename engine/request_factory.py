@@ -29,16 +29,13 @@ class RequestFactory:
         deadline is that of the whole run; a request's own may come earlier.
         """
         timeout = turn.request.timeout_seconds
-        deadlines = [
-            moment
-            for moment in (deadline, None if timeout is None else time.monotonic() + timeout)
-            if moment is not None
-        ]
-        earliest = min(deadlines, default=None)
+        if timeout is not None:
+            own_deadline = time.monotonic() + timeout
+            deadline = own_deadline if deadline is None else min(deadline, own_deadline)
         samples = turn.sample_indices
         if samples is None:
             samples = turn.request.wanted_samples
-        return [self._make_sample(turn, index, earliest) for index in samples]
+        return [self._make_sample(turn, index, deadline) for index in samples]
 
     def check_length(self, num_tokens: int, max_tokens: int) -> None:
         """Refuse a prompt that leaves no room for an answer.

@@ -234,7 +234,7 @@ def _insert_shards(
         end_row = -(-(shard_index + 1) * num_rows // num_shards)
         counts = counted.get(shard_index, _NO_COUNTS)
         num_done = counts["num_ok"] + counts["num_error"] + counts["num_skipped"]
-        is_done = 0 < end_row - first_row <= num_done
+        is_done = end_row - first_row <= num_done  # a shard without rows is done
         values.append(
             {
                 "job_key": job_key,

@@ -10,6 +10,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from msgspec.structs import replace
 
 from engine import (
@@ -33,8 +34,7 @@ from flows.schema import RowState
 _PAGE_ROWS = 1000
 
 
-@dataclass(slots=True, kw_only=True)
-class _OpenRow:
+class _OpenRow(msgspec.Struct, kw_only=True):
     """A row that the engine works on."""
 
     row: IndexRow

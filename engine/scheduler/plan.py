@@ -6,12 +6,13 @@ preempts its request.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.messages import NewRequest, Running, SamplerSpec, ScheduleBatch
 from engine.request import InferRequest, RequestState
 
 
-@dataclass(slots=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, kw_only=True):
     """What one request does in one step; the last three fields are set by `seal`."""
 
     request: InferRequest

@@ -64,14 +64,14 @@ class WaitingQueue:
         return [item[2] for item in (*self._lane, *self._long_lane) if item[1] in self._arrivals]
 
     def _next_lane(self, *, is_long_allowed: bool) -> _Heap:
-        lanes = [self._lane, self._long_lane] if is_long_allowed else [self._lane]
-        for lane in lanes:
+        for lane in (self._lane, self._long_lane):
             while lane and lane[0][1] not in self._arrivals:
                 heapq.heappop(lane)  # discarded while it waited
-        filled = [lane for lane in lanes if lane]
-        if len(filled) < 2:
-            return filled[0] if filled else []
-        return min(filled, key=lambda lane: lane[0][:2])
+        if not self._long_lane or not is_long_allowed:
+            return self._lane
+        if not self._lane:
+            return self._long_lane
+        return min(self._lane, self._long_lane, key=lambda lane: lane[0][:2])
 
 
 class Followers:

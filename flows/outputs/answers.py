@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from flows.ledger_rows import CompletionRow
 from flows.rows import BadRow, PromptRecord
 from flows.schema import RowState
@@ -11,8 +13,7 @@ from flows.schema import RowState
 _WORST_FIRST = (RowState.ERROR, RowState.SKIPPED, RowState.OK)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnsweredRow:
+class AnsweredRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the input and all of its samples."""
 
     record: PromptRecord | BadRow

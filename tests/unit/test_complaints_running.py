@@ -226,12 +226,13 @@ class TestManyShards:
     def test_memory_does_not_grow_with_the_number_of_shards(self, tmp_path: Path) -> None:
         rows = [{**row, "note": "x" * 150_000} for row in questions(120)]
         config = make_job(tmp_path, rows, shards=120, sampling__max_tokens=1)
-        resident = psutil.Process().memory_info
         with JobRun.open(config) as run:
             used = []
+            tracemalloc.start()
             for index in run.pending_shards():
                 run.run_shard(index)
-                used.append(resident().rss)
+                used.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
         assert len(used) == 120
         assert used[-1] - used[30] < 4e6  # the notes of these rows are 13 MB
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from job_builders import make_job, questions, run_job
 
-from flows import cli
+from flows.cli_options import config_of
 from flows.config import LEDGER_URL_VARIABLE, JobConfig
 from flows.ledger import Ledger
 
@@ -19,7 +19,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 def resumed(job: JobConfig, url: str) -> JobConfig:
     with Ledger.open(job.resolved_ledger_url) as ledger:
-        return cli._config_of(ledger.get_job("job-1"), url)
+        return config_of(ledger.get_job("job-1"), url)
 
 
 def test_resume_leaves_the_url_in_the_environment(job: JobConfig, monkeypatch: pytest.MonkeyPatch):

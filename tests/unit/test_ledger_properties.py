@@ -46,6 +46,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def work_on_a_shard(self, shard: int, outcomes: list[str], ending: str) -> None:
         """Give results to some samples, know something of others, and end well or not."""
         job = self.ledger.get_job(self.job.job_id)
+        self.ledger.set_job_state(job.job_key, JobState.RUNNING)
         silence(self.ledger)
         lease = acquire(self.ledger, job, shard % job.num_shards)
         rows, partials, suspects = [], [], []
