@@ -5,7 +5,7 @@ JSONL as a user's job would, Prefect left out, and prints rows/s, CPU and peak m
 Answers are cut at 4 tokens (--max-tokens): what is measured is what a row costs the job, and each
 further token is work of the engine and of the mock alone. Exits 1 when a claim does not hold:
 5,000 rows/s on SQLite from the first row read to the output's name; no stage needs more memory in
-its second half than in its first; and what the job layer computes is at most 3% of the CPU of a
+its second half than in its first (from 200,000 rows on); and what the job layer computes is at most 3% of the CPU of a
 job that a real model takes ten minutes for.
 """
 
@@ -16,10 +16,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import psutil
 
@@ -33,6 +34,8 @@ from flows.shard_writer import ShardWriter
 
 WANTED_ROWS_PER_SECOND = 5000
 MAX_GROWTH_MB = 8.0
+# With fewer, caches and pools of a fixed size are still filling in the second half.
+MIN_ROWS_FOR_MEMORY = 200_000
 MAX_JOB_LAYER_SHARE = 0.03
 # HumanEval with the demo model on two CPU cores: 64 rows in 52 s, which keep a core busy.
 REAL_SECONDS = 600
@@ -195,10 +198,9 @@ def run_job(folder: Path, num_rows: int, args: argparse.Namespace) -> Measured:
     ResultClock.seconds = 0.0
     worker_cpu = _children_cpu()
     watch = Watch()
-    planning = watch.stage("plan")
-    planning.__enter__()
-    with JobRun.open(config) as run:
-        planning.__exit__(None, None, None)
+    with ExitStack() as stack:
+        with watch.stage("plan"):
+            run = stack.enter_context(JobRun.open(config))
         with watch.stage("answer"):
             summary = run.run_shard(0)
         with watch.stage("export"):
@@ -269,7 +271,7 @@ def check(measured: Measured, fixed_seconds: float, *, is_sqlite: bool) -> bool:
             f"{share:.2%} (at most {MAX_JOB_LAYER_SHARE:.0%})",
         )
     ]
-    for stage in measured.watch.stages:
+    for stage in measured.watch.stages if num_rows >= MIN_ROWS_FOR_MEMORY else ():
         growth = stage.peak_mb(0.5, 1) - stage.peak_mb(0, 0.5)
         claims.append(
             (
@@ -303,9 +305,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    shard_runner.PendingRows = TimedRows  # type: ignore[misc]
-    shard_runner.ShardWriter = TimedWriter  # type: ignore[misc]
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+    timed = mock.patch.multiple(shard_runner, PendingRows=TimedRows, ShardWriter=TimedWriter)
+    with timed, tempfile.TemporaryDirectory(dir=args.folder) as name:
         # Once with a few rows: what a run costs however many rows there are, imports included.
         run_job(Path(name) / "warm-up", WARM_UP_ROWS, args)
         fixed_seconds = time.process_time()
