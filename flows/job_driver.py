@@ -71,11 +71,6 @@ class JobDriver:
         )
         self._thread.start()
 
-    @property
-    def has_taken(self) -> bool:
-        """True while this process drives the job."""
-        return self._lease is not None
-
     def finish(self, state: JobState) -> None:
         """Leave the job in this state, to whoever drives it next.
 
