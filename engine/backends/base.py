@@ -1,19 +1,27 @@
-"""What a device must be able to do, and a plain torch reference of each kernel.
+"""What a device must be able to do. Where it has no kernel of its own, the reference serves.
 
-Shapes: T scheduled tokens, R requests, B blocks per row, N blocks in the pool, S block size,
-H query heads, G key-value heads, D width of a key, E width of a value.
+Shapes: T scheduled tokens, R requests or rows, B blocks per row, N blocks in the pool, S block
+size, H query heads, G key-value heads, D width of a key, E width of a value, M hidden size,
+I width of the feed-forward layer, V vocabulary.
 """
 
 import os
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from engine.backends import reference
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
 from engine.errors import ConfigError, WorkerError, WorkerFailure
 
 _GIB = 1 << 30
+Array = np.ndarray[Any, np.dtype[Any]]
+Caches = tuple[torch.Tensor, torch.Tensor]  # keys [N, S, G, D] and values [N, S, G, E] of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +46,30 @@ class Capabilities:
 
     dtypes: tuple[str, ...]
     default_memory_fraction: float
+    default_block_size: int = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMetadata:
-    """One step as attention sees it. Lists are on the host, tensors on the device."""
+class Fetched(ABC):
+    """Numbers on their way from the device to the host."""
 
-    query_lens: list[int]  # R, tokens of each request in this step
-    seq_lens: list[int]  # R, computed and scheduled tokens of each request
-    slot_mapping: torch.Tensor  # [T] int64, flat KV slot of each token
-    block_tables: torch.Tensor  # [R, B] int32, rows padded with 0
-    seq_lens_tensor: torch.Tensor  # [R] int32
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Tell whether they are there; never waits."""
+
+    @abstractmethod
+    def numpy(self) -> Array:
+        """Wait for them, and return them. What went wrong on the device may be raised here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
-    """What a layer asks of attention beside the tensors."""
+class CapturedGraph(ABC):
+    """Work of a decode step that the device can do again without being told each kernel."""
 
-    scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [H], one extra logit for each head
+    @abstractmethod
+    def replay(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """Do it on what the captured input tensors hold now; return the same output tensor.
+
+        metadata is that of the step: some devices want its host lists anew.
+        """
 
 
 class DeviceBackend(ABC):
@@ -67,6 +78,9 @@ class DeviceBackend(ABC):
     name: str
     dist_backend: str  # what joins ranks on this kind of device, in torch.distributed's names
     capabilities: Capabilities
+    # True where tensors lie in the host's memory and every call is done when it returns.
+    is_host: bool = False
+    slot_dtype: torch.dtype = torch.int64  # of slot mappings
 
     @abstractmethod
     def count_devices(self) -> int:
@@ -143,11 +157,75 @@ class DeviceBackend(ABC):
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory."""
 
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
+        """Run something; return the most bytes that it held beyond what was held before.
+
+        Where memory is the host's, nothing is run: the free memory of a host is an estimate.
+        """
+        return 0
+
     @abstractmethod
     def classify_error(self, error: BaseException) -> WorkerFailure:
         """Say what kind of trouble an exception of a step is."""
 
-    def warm_up(self, caches: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def explain_error(self, error: BaseException) -> str:
+        """Return an exception of a step in words: what it means, and what to do."""
+        return repr(error)
+
+    def check_block_size(self, block_size: int) -> None:  # noqa: B027 - most take any
+        """Refuse a KV block size that the kernels cannot use.
+
+        Raises:
+            ConfigError: with the sizes that they can.
+        """
+
+    def check_attention(  # noqa: B027 - most take any
+        self,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+    ) -> None:
+        """Refuse a layer that `attention` cannot serve; query, key and value are its own.
+
+        Called for each layer when the model is loaded, with states as in PagedAttention.
+
+        Raises:
+            ConfigError: which property of the layer it is.
+        """
+
+    # Between host and device.
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Put what is launched in this context on the stream that computes."""
+        return nullcontext()
+
+    @abstractmethod
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Bring a step's arrays to the device; what computes waits for them, the host does not.
+
+        The arrays may be changed when this returns. The tensors are good until the upload after
+        the next, so there are never more than two steps in flight.
+        """
+
+    @abstractmethod
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """Begin to bring a small tensor to the host, when what computes it is done."""
+
+    def capture_graph(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Capture what `run` launches; it has run once before, so that kernels are compiled.
+
+        Raises:
+            ConfigError: this kind of device has no graphs.
+        """
+        raise ConfigError(f"device {self.name} has no graphs; set engine.enforce_eager to true")
+
+    @property
+    def has_graphs(self) -> bool:
+        """Tell whether `capture_graph` works."""
+        return False
+
+    # Kernels.
+
+    def warm_up(self, caches: Caches) -> None:
         """Run each attention kernel once on a layer's empty caches, which compiles it."""
         num_heads, width = caches[0].shape[2:]
         query = torch.zeros(3, num_heads, width, dtype=caches[0].dtype, device=self.device)
@@ -155,7 +233,7 @@ class DeviceBackend(ABC):
         metadata = AttentionMetadata(
             query_lens=lens,
             seq_lens=lens,
-            slot_mapping=torch.zeros(3, dtype=torch.int64, device=self.device),
+            slot_mapping=torch.zeros(3, dtype=self.slot_dtype, device=self.device),
             block_tables=torch.zeros(2, 2, dtype=torch.int32, device=self.device),
             seq_lens_tensor=torch.tensor(lens, dtype=torch.int32, device=self.device),
         )
@@ -177,17 +255,16 @@ class DeviceBackend(ABC):
         """Return zeroed KV memory [N, S, G, D]."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def write_kv(
-        self, states: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write states [T, G, D] to their slots of cache [N, S, G, D]."""
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, states)
+    def write_kv(self, states: Caches, caches: Caches, slot_mapping: torch.Tensor) -> None:
+        """Write keys [T, G, D] and values [T, G, E] to their slots of a layer's caches."""
+        for state, cache in zip(states, caches, strict=True):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, state)
 
     @abstractmethod
     def attention(
         self,
         query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        caches: Caches,
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -197,61 +274,36 @@ class DeviceBackend(ABC):
         step's own keys and values are written already.
         """
 
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Normalise hidden [T, M] by its root mean square and weight [M]."""
+        return reference.rms_norm(hidden, weight, epsilon)
 
-def reference_attention(
-    query: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attend request by request in float32; the measure of every other kernel."""
-    outputs = []
-    start = 0
-    for row, (query_len, seq_len) in enumerate(
-        zip(metadata.query_lens, metadata.seq_lens, strict=True)
-    ):
-        keys, values = (
-            gather_blocks(cache, metadata.block_tables[row], seq_len) for cache in caches
-        )
-        outputs.append(_attend(query[start : start + query_len], keys, values, options))
-        start += query_len
-    return torch.cat(outputs)
+    def add_rms_norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised sum of hidden and residual [T, M], and the sum."""
+        summed = hidden + residual
+        return self.rms_norm(summed, weight, epsilon), summed
 
+    def rotary(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turn states [T, H, D] by the angles of their positions, cos and sin [T, D]."""
+        return reference.rotary(states, cos, sin)
 
-def gather_blocks(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the first `seq_len` entries of a paged row, [seq_len, G, D]."""
-    block_size = cache.shape[1]
-    blocks = block_table[: -(-seq_len // block_size)].long()
-    return cache[blocks].flatten(0, 1)[:seq_len]
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up [T, I] of the two halves of gate_up [T, 2 I]."""
+        return reference.silu_mul(gate_up)
 
+    def top_k_top_p(
+        self,
+        logits: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        *,
+        max_top_k: int,
+    ) -> torch.Tensor:
+        """Return float32 logits [R, V] with minus infinity for what the filters leave out.
 
-def causal_mask(
-    query_len: int, seq_len: int, sliding_window: int | None, device: torch.device
-) -> torch.Tensor:
-    """Return [query_len, seq_len] bool, True where a row may look."""
-    rows = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    columns = torch.arange(seq_len, device=device)[None, :]
-    mask = columns <= rows
-    if sliding_window is not None:
-        mask &= rows - columns < sliding_window
-    return mask
-
-
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    query_len, num_heads, _ = query.shape
-    seq_len, num_kv_heads, _ = keys.shape
-    repeats = num_heads // num_kv_heads
-    keys, values = (t.float().repeat_interleave(repeats, dim=1) for t in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * options.scale
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    mask = causal_mask(query_len, seq_len, options.sliding_window, query.device)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if options.sinks is not None:
-        sinks = options.sinks.float().view(-1, 1, 1).expand(-1, query_len, 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("hqk,khe->qhe", weights, values).to(query.dtype)
+        top_k [R] int32 is at most max_top_k, a number that the host knows, and that at most V;
+        top_p [R] is float32; None filters nothing.
+        """
+        return reference.top_k_top_p(logits, top_k, top_p)

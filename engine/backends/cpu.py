@@ -1,17 +1,19 @@
 """The CPU: torch for matrix products, our own kernel for attention to the paged cache."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numba
 import torch
 
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
 from engine.backends.base import (
-    AttentionMetadata,
-    AttentionOptions,
+    Array,
+    Caches,
     Capabilities,
     DeviceBackend,
+    Fetched,
     MemoryInfo,
 )
 from engine.backends.cpu_attention import attend
@@ -20,10 +22,26 @@ from engine.backends.row_exact import RowExactMode
 from engine.errors import WorkerFailure
 
 
+class _InHostMemory(Fetched):
+    """A tensor that never was anywhere else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def is_ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def numpy(self) -> Array:
+        """Return its memory."""
+        return self._tensor.numpy()
+
+
 class CpuBackend(DeviceBackend):
     """One process on the cores that the operating system allows it."""
 
     name = "cpu"
+    is_host = True
     dist_backend = "gloo"
     capabilities = Capabilities(dtypes=("float32", "bfloat16"), default_memory_fraction=0.25)
 
@@ -61,10 +79,18 @@ class CpuBackend(DeviceBackend):
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         return WorkerFailure.OUT_OF_MEMORY if is_memory else WorkerFailure.OTHER
 
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Return the arrays' own memory: a step ends before the next is written."""
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """Return what is there already."""
+        return _InHostMemory(tensor)
+
     def attention(
         self,
         query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        caches: Caches,
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> torch.Tensor:

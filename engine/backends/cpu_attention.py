@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.backends import cpu_kernels
-from engine.backends.base import AttentionMetadata, AttentionOptions, causal_mask, gather_blocks
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
+from engine.backends.base import Caches
+from engine.backends.reference import causal_mask, gather_blocks
 
-Caches = tuple[torch.Tensor, torch.Tensor]
 # Query tokens that share a walk over the keys. More of them find the keys in the cache of the
 # core more often, but leave fewer pieces to share out to the cores.
 _TILE_TOKENS = 16

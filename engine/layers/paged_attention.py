@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.backends.base import AttentionMetadata, AttentionOptions, DeviceBackend
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
+from engine.backends.base import DeviceBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class PagedAttention:
         """Attend query [T, H, D], key [T, G, D], value [T, G, E]; return [T, H, E]."""
         query, key, value = states
         if self._recorded is not None:
+            self._backend.check_attention(states, options)
             self._recorded[layer_index] = LayerShape(
                 num_key_heads=key.shape[1],
                 key_width=key.shape[2],
@@ -82,6 +84,5 @@ class PagedAttention:
             return query.new_zeros(*query.shape[:2], value.shape[2])
         assert self._metadata is not None, "a forward pass outside of step()"
         caches = self._caches[layer_index]
-        self._backend.write_kv(key, caches[0], self._metadata.slot_mapping)
-        self._backend.write_kv(value, caches[1], self._metadata.slot_mapping)
+        self._backend.write_kv((key, value), caches, self._metadata.slot_mapping)
         return self._backend.attention(query, caches, self._metadata, options)

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.backends.base import AttentionOptions
+from engine.backends.attention_metadata import AttentionOptions
 from engine.errors import ConfigError
 from engine.layers.paged_attention import PagedAttention
 

@@ -18,8 +18,8 @@ from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
 from engine.model_source import ModelSource
 from engine.models import load_model
 from engine.parallel import ParallelGroup, Rendezvous
-from engine.worker.kv_pool import allocate_pool, count_blocks
-from engine.worker.model_input import ModelInput, SlotTable
+from engine.layers.kv_pool import allocate_pool, count_blocks
+from engine.layers.model_input import ModelInput, SlotTable
 from engine.worker.row_check import check_rows
 from engine.worker.runner import Runner
 

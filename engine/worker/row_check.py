@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.backends.base import AttentionMetadata, DeviceBackend
+from engine.backends.attention_metadata import AttentionMetadata
+from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
 from engine.models import LoadedModel
 

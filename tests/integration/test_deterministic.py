@@ -12,7 +12,7 @@ from engine import Completion, ConfigError, EngineConfig, OfflineInference, Samp
 from engine.backends import load_backend
 from engine.models import load_model
 from engine.parallel import ParallelGroup
-from engine.worker.kv_pool import allocate_pool
+from engine.layers.kv_pool import allocate_pool
 from engine.worker.row_check import check_rows
 
 pytestmark = pytest.mark.integration

@@ -23,12 +23,12 @@ from engine import (
     WorkerError,
 )
 from engine.backends import load_backend
-from engine.backends.base import AttentionMetadata
+from engine.backends.attention_metadata import AttentionMetadata
 from engine.execution import ExecutionEngine
 from engine.messages import Running, ScheduleBatch
 from engine.models import load_model, prepare_model
 from engine.parallel import ParallelGroup
-from engine.worker.kv_pool import allocate_pool
+from engine.layers.kv_pool import allocate_pool
 
 pytestmark = pytest.mark.integration
 

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from engine.backends import load_backend
-from engine.backends.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    DeviceBackend,
-    causal_mask,
-    reference_attention,
-)
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
+from engine.backends.base import DeviceBackend
+from engine.backends.reference import causal_mask, reference_attention
 from engine.errors import ConfigError, WorkerFailure
 
 # (tokens in this step, tokens in all) of each request.
@@ -185,13 +181,14 @@ def test_the_mask_lets_a_row_see_itself_and_what_came_before() -> None:
 def test_keys_and_values_are_written_to_their_slots(
     backend: DeviceBackend, dtype: torch.dtype
 ) -> None:
-    cache = backend.allocate_kv((3, 4, 2, 8), dtype)
-    states = torch.randn(3, 2, 8).to(dtype)
-    backend.write_kv(states, cache, torch.tensor([11, 0, 5]))
-    assert torch.equal(cache[2, 3], states[0])
-    assert torch.equal(cache[0, 0], states[1])
-    assert torch.equal(cache[1, 1], states[2])
-    assert cache.count_nonzero() == states.count_nonzero()
+    caches = tuple(backend.allocate_kv((3, 4, 2, width), dtype) for width in (8, 5))
+    states = tuple(torch.randn(3, 2, width).to(dtype) for width in (8, 5))
+    backend.write_kv((states[0], states[1]), (caches[0], caches[1]), torch.tensor([11, 0, 5]))
+    for cache, written in zip(caches, states, strict=True):
+        assert torch.equal(cache[2, 3], written[0])
+        assert torch.equal(cache[0, 0], written[1])
+        assert torch.equal(cache[1, 1], written[2])
+        assert cache.count_nonzero() == written.count_nonzero()
 
 
 def test_an_allocation_that_fails_is_told_from_other_faults(backend: DeviceBackend) -> None:

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from engine.backends import load_backend
-from engine.backends.base import (
-    AttentionMetadata,
-    AttentionOptions,
-    DeviceBackend,
-    reference_attention,
-)
+from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
+from engine.backends.base import DeviceBackend
+from engine.backends.reference import reference_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEQ_LENS = (1, 2, 17, 31, 32, 33, 64, 75, 100)

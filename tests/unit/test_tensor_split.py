@@ -18,7 +18,7 @@ from engine.layers.paged_attention import LayerShape
 from engine.layers.slices import can_share_heads, packed_ranges, range_of, range_of_heads
 from engine.layers.tensor_parallel import check_plan, split_model
 from engine.parallel import ParallelGroup, Rendezvous
-from engine.worker.kv_pool import count_blocks
+from engine.layers.kv_pool import count_blocks
 from engine.worker.model_runner import share_of_threads
 
 HIDDEN, INNER, VOCAB = 8, 10, 11

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.backends.base import AttentionMetadata
+from engine.backends.attention_metadata import AttentionMetadata
 from engine.layers.slot import Slot
 from engine.messages import NewRequest, Running, ScheduleBatch
 
