@@ -8,6 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.backends.ascend_checks import check_ascend as check_ascend
+    from engine.backends.device_probe import probe_devices as probe_devices
+    from engine.backends.finding import Finding as Finding
+    from engine.backends.finding import FindingStatus as FindingStatus
     from engine.config import ChatConfig as ChatConfig
     from engine.config import EngineConfig as EngineConfig
     from engine.config import Section as Section
@@ -43,6 +47,8 @@ _HOME = {
     "ConfigError": "errors",
     "EngineConfig": "config",
     "ExitCode": "errors",
+    "Finding": "backends.finding",
+    "FindingStatus": "backends.finding",
     "FinishReason": "request",
     "GenerateRequest": "request",
     "LedgerError": "errors",
@@ -61,6 +67,8 @@ _HOME = {
     "Tokenizer": "tokenizer",
     "WorkerError": "errors",
     "WorkerFailure": "errors",
+    "check_ascend": "backends.ascend_checks",
+    "probe_devices": "backends.device_probe",
     "sampling_key_of": "request",
 }
 

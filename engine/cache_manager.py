@@ -26,13 +26,18 @@ class CacheManager:
     """Grows, shares and frees the blocks of requests in one BlockPool."""
 
     def __init__(
-        self, config: CacheConfig, num_blocks: int, *, sliding_window: int | None = None
+        self,
+        config: CacheConfig,
+        num_blocks: int,
+        *,
+        block_size: int,
+        sliding_window: int | None = None,
     ) -> None:
-        self.block_size = config.block_size
+        self.block_size = block_size
         self._sliding_window = sliding_window
         self._is_prefix_caching = config.enable_prefix_caching
         self._pool = BlockPool(num_blocks)
-        self._pack_block = Struct(f"<{config.block_size}q").pack
+        self._pack_block = Struct(f"<{block_size}q").pack
 
     @property
     def usage(self) -> CacheUsage:

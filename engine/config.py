@@ -1,7 +1,7 @@
 """What a user sets about the engine, one frozen section for each part that receives it."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -97,7 +97,11 @@ class SchedulerConfig(Section):
 class CacheConfig(Section):
     """The paged KV cache."""
 
-    block_size: int = Field(default=16, ge=1, description="Tokens in one KV block.")
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in one KV block; left out, 128 on an NPU and 16 elsewhere.",
+    )
     num_blocks: int | None = Field(
         default=None, ge=1, description="KV blocks; left out, they are counted from free memory."
     )
@@ -183,6 +187,16 @@ class RuntimeConfig(Section):
         description="For tests of recovery: each mock worker loses its device after so many steps.",
     )
 
+    profile_steps: tuple[NonNegativeInt, Annotated[int, Field(ge=1, le=64)]] | None = Field(
+        default=None,
+        description="[start, count]: each worker writes a trace of its steps from number start on. "
+        "It is in memory until it is written, so there are at most 64; the mock has none.",
+    )
+    profile_dir: Path | None = Field(
+        default=None,
+        description="Where traces go; the folder profile beside log_dir when left out.",
+    )
+
     @model_validator(mode="after")
     def _only_a_worker_may_crash(self) -> "RuntimeConfig":
         if self.inline and self.mock_crash_text is not None:
@@ -229,6 +243,11 @@ class EngineConfig(Section):
         default=None,
         ge=1,
         description="Most tokens of prompt and answer together; the model's own limit when left out.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="Launch every kernel of a decode step anew, also where the device could replay "
+        "a captured graph.",
     )
     generation_config: Literal["model", "ignore"] = Field(
         default="model",

@@ -71,6 +71,7 @@ class ExecutionEngine:
         self._in_flight: deque[StepFuture] = deque()
         self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
         self.device = "none"
+        self.block_size = 0
         self.sliding_window: int | None = None
         self.dtype: str = config.dtype
         self.load_seconds = 0.0
@@ -201,6 +202,7 @@ class ExecutionEngine:
         num_blocks = min(reply.num_blocks for reply in ready)
         self.device = ", ".join(dict.fromkeys(reply.device for reply in ready))
         self.dtype = ready[0].dtype
+        self.block_size = ready[0].block_size
         self.sliding_window = ready[0].sliding_window
         self.load_seconds = max(reply.load_seconds for reply in ready)
         for worker in self._workers:

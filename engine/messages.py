@@ -102,6 +102,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """
 
     num_blocks: int
+    block_size: int
     sliding_window: int | None = None
     device: str
     dtype: str
@@ -126,7 +127,8 @@ class WorkerTimings(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done", omit_defaults=True):
     """One token for each request that sampled in this step, in the order of uids.
 
-    logprobs and prompt_logprobs hold, by uid, what requests have asked for.
+    logprobs and prompt_logprobs hold, by uid, what requests have asked for. is_graph_replay tells
+    that the device ran a captured graph.
     """
 
     step_id: int
@@ -135,6 +137,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done", omit_defau
     timings: WorkerTimings
     logprobs: dict[int, TokenLogprob] = {}
     prompt_logprobs: dict[int, ScoredPart] = {}
+    is_graph_replay: bool = False
 
 
 class StepFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

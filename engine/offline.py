@@ -84,7 +84,12 @@ class OfflineInference:
         self._factory = RequestFactory(self.source, self.tokenizer)
         execution = ExecutionEngine(self.config)
         num_blocks = execution.start()
-        cache = CacheManager(self.config.cache, num_blocks, sliding_window=execution.sliding_window)
+        cache = CacheManager(
+            self.config.cache,
+            num_blocks,
+            block_size=execution.block_size,
+            sliding_window=execution.sliding_window,
+        )
         scheduler = Scheduler(self.config.scheduler, cache)
         processor = OutputProcessor(self.tokenizer)
         self._loop = EngineLoop(

@@ -1,18 +1,18 @@
 """The ranks that share one model, and how they exchange tensors; torch.distributed is used only here.
 
-There is no global state: a group is an object, and two groups in one process do not meet.
+On the CPU there is no global state: a group is an object, and two groups in one process do not
+meet. The libraries of devices (nccl, hccl) know one group a process, torch's default one.
 """
 
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from engine.errors import ConfigError
 
 # torch's own annotations leave out what is used of it here.
 _c10d: Any = dist
@@ -49,21 +49,13 @@ class ParallelGroup:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, dist_backend: str) -> "ParallelGroup":
-        """Meet the other ranks; return when all of them are there.
-
-        Raises:
-            ConfigError: ranks on this kind of device cannot be joined.
-        """
+        """Meet the other ranks; return when all of them are there. The device is bound before."""
         group = cls()
         if rendezvous.world_size == 1:
             return group
-        if dist_backend != "gloo":
-            raise ConfigError(
-                f"this version joins ranks by gloo, on the cpu, not by {dist_backend}; set "
-                "engine.tensor_parallel_size to 1"
-            )
         group.rank, group.world_size = rendezvous.rank, rendezvous.world_size
-        group._process_group = _join_gloo(rendezvous)
+        join = _join_gloo if dist_backend == "gloo" else partial(_join_devices, dist_backend)
+        group._process_group = join(rendezvous)
         logger.info("joined the group rank=%d world_size=%d", group.rank, group.world_size)
         return group
 
@@ -83,27 +75,51 @@ class ParallelGroup:
         self._process_group.allgather([gathered], [tensor.contiguous()]).wait()
         return gathered
 
-    def broadcast_numbers(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's numbers; the others pass a list of the same length."""
-        if self.world_size == 1 or not numbers:
-            return numbers
-        carrier = torch.tensor(numbers, dtype=torch.int64)
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor; the others pass one of its shape and dtype, may be written to."""
+        if self.world_size == 1:
+            return tensor
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._process_group.broadcast([carrier], options).wait()
-        agreed: list[int] = carrier.tolist()
-        return agreed
+        self._process_group.broadcast([tensor], options).wait()
+        return tensor
 
     def leave(self) -> None:
         """Close the connections; may be called twice. The other ranks are not waited for."""
+        is_default = self._process_group is not None and dist.is_initialized()
         self._process_group = None
+        if is_default:
+            dist.destroy_process_group()
+
+
+def _join_devices(dist_backend: str, rendezvous: Rendezvous) -> Any:
+    """Return torch's default process group, whose exchanges run on the devices.
+
+    The libraries connect at the first exchange, so one is made here: a rank that cannot be
+    reached is to come out now.
+    """
+    store, timeout = _open_store(rendezvous)
+    dist.init_process_group(
+        dist_backend,
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+    )
+    dist.barrier()
+    return _c10d.group.WORLD
+
+
+def _open_store(rendezvous: Rendezvous) -> tuple[Any, timedelta]:
+    store = _c10d.FileStore(str(rendezvous.folder / _STORE_NAME), rendezvous.world_size)
+    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    store.set_timeout(timeout)
+    return store, timeout
 
 
 def _join_gloo(rendezvous: Rendezvous) -> Any:
     """Return gloo's process group: each rank is connected to each other when this returns."""
-    store = _c10d.FileStore(str(rendezvous.folder / _STORE_NAME), rendezvous.world_size)
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
-    store.set_timeout(timeout)
+    store, timeout = _open_store(rendezvous)
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_GLOO_HOST)]
     options._timeout = timeout

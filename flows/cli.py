@@ -18,6 +18,7 @@ from flows.cli_options import (
 )
 from flows.console import data, print_table, rounded, set_up_logging, talk
 from flows.device_commands import show_devices
+from flows.doctor_command import show_health
 from flows.experiments import list_experiments
 from flows.exporter import export_job
 from flows.foreground import run_in_foreground
@@ -42,6 +43,7 @@ experiments_app = typer.Typer(no_args_is_help=True, help="The experiment log.")
 app.add_typer(experiments_app, name="experiments")
 app.add_typer(ledger_app, name="ledger")
 app.command("devices")(show_devices)
+app.command("doctor")(show_health)
 
 
 def main() -> None:

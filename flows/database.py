@@ -205,7 +205,7 @@ class Database:
 
     def _migrate(self) -> None:
         with self.read() as connection:
-            revision = _revision(connection)
+            revision = schema_revision(connection)
         if revision == HEAD:
             return
         if revision is not None and revision not in REVISIONS:
@@ -245,6 +245,24 @@ class Database:
             else "nothing of this transaction was kept; mend the cause, then resume the job"
         )
         return LedgerError(f"ledger {self._name}: {reason}; {advice}")
+
+
+@contextmanager
+def looking_at(url: str) -> Iterator[Connection]:
+    """Yield a connection to a ledger as it is: nothing is made, upgraded or long waited for.
+
+    Raises:
+        LedgerError: not a usable URL, or cannot be reached.
+    """
+    parsed = _parse(url)
+    if parsed.get_backend_name() != "sqlite":
+        parsed = parsed.update_query_dict({"connect_timeout": "5"})
+    database = Database(_create_engine(parsed))
+    try:
+        with database.read() as connection:
+            yield connection
+    finally:
+        database.close()
 
 
 def without_password(url: str) -> str:
@@ -316,7 +334,8 @@ def _begin_sqlite_transaction(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
 
-def _revision(connection: Connection) -> str | None:
+def schema_revision(connection: Connection) -> str | None:
+    """Return the revision of the ledger's tables, None where there are none."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()

@@ -48,9 +48,14 @@ def resolve(config: JobConfig) -> JobConfig:
     if engine.chat.template_path is not None:
         template = {"chat_template": str(engine.chat.template_path.absolute())}
         engine_updates["chat"] = engine.chat.model_copy(update=template)
+    if engine.cache_dir is not None:
+        engine_updates["cache_dir"] = engine.cache_dir.absolute()
     job_id = config.job_id or new_job_id(config.name)
     job_dir = config.job_dir or Path("runs") / job_id
     log_dir = engine.log_dir or job_dir / "logs"
+    if engine.runtime.profile_steps is not None:
+        traces = {"profile_dir": (engine.runtime.profile_dir or job_dir / "profile").absolute()}
+        engine_updates["runtime"] = engine.runtime.model_copy(update=traces)
     output, errors = config.output.path, config.output.errors_path
     lock_dir = config.device_lock_dir
     return config.model_copy(

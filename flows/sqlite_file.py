@@ -29,12 +29,7 @@ def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> None:
     Raises:
         LedgerError: says why there can be no ledger at that place.
     """
-    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
-        raise LedgerError(
-            f"ledger_url {url.render_as_string()}: a ledger must be a file; "
-            "write sqlite:///FILE, with four slashes when FILE is an absolute path"
-        )
-    path = Path(str(url.database))
+    path = sqlite_path(url)
     if must_exist and not path.exists():
         raise LedgerError(
             f"there is no ledger {path}; go to the folder where the job was started, or name the "
@@ -51,6 +46,20 @@ def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> None:
         _switch_to_wal(path)
     except sqlite3.Error as error:
         raise LedgerError(f"ledger {path}: {error}; change ledger_url, or mend the file") from error
+
+
+def sqlite_path(url: URL) -> Path:
+    """Return the file of an SQLite ledger.
+
+    Raises:
+        LedgerError: the URL names none.
+    """
+    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
+        raise LedgerError(
+            f"ledger_url {url.render_as_string()}: a ledger must be a file; "
+            "write sqlite:///FILE, with four slashes when FILE is an absolute path"
+        )
+    return Path(str(url.database))
 
 
 def refuse_network_file_system(path: Path, mounts: Path) -> None:

@@ -223,7 +223,7 @@ class Rig:
     ) -> None:
         self.config = scheduler or SchedulerConfig()
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-        self.cache = CacheManager(cache, num_blocks)
+        self.cache = CacheManager(cache, num_blocks, block_size=cache.block_size or 16)
         self.scheduler = Scheduler(self.config, self.cache)
         self.worker = CheckingWorker(self.config, num_blocks, block_size)
         self.requests: list[InferRequest] = []

@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from engine.backends import reference
 from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
@@ -72,6 +74,19 @@ class CapturedGraph(ABC):
         """
 
 
+class Profile(Protocol):
+    """What torch.profiler.profile does, and the profilers of other devices too."""
+
+    def start(self) -> None:
+        """Begin to record what this thread does, and the device for it."""
+
+    def stop(self) -> None:
+        """Record no more."""
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write what was recorded as JSON."""
+
+
 class DeviceBackend(ABC):
     """Runtime, KV memory and kernels of one kind of device."""
 
@@ -81,6 +96,8 @@ class DeviceBackend(ABC):
     # True where tensors lie in the host's memory and every call is done when it returns.
     is_host: bool = False
     slot_dtype: torch.dtype = torch.int64  # of slot mappings
+    # True where fewer and larger operations pay, so that llama-shaped layers are replaced.
+    prefers_fused_layers: bool = False
 
     @abstractmethod
     def count_devices(self) -> int:
@@ -157,6 +174,9 @@ class DeviceBackend(ABC):
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory."""
 
+    def release_memory(self) -> None:  # noqa: B027 - most keep nothing
+        """Give back what an allocator keeps for later, so that memory_info counts it as free."""
+
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         """Run something; return the most bytes that it held beyond what was held before.
 
@@ -191,6 +211,27 @@ class DeviceBackend(ABC):
         Raises:
             ConfigError: which property of the layer it is.
         """
+
+    def make_profile(self, scratch: Path) -> Profile:
+        """Return a profile, not started, of what this process and its device do.
+
+        scratch is an empty folder for what it must write on its way; it is removed when the trace
+        has been exported.
+        """
+        if self.is_host:
+            return profile(activities=[ProfilerActivity.CPU])
+        return profile(activities=supported_activities())  # type: ignore[no-untyped-call]
+
+    def kernel_facts(self) -> dict[str, str]:
+        """Say what compiled kernels and measured numbers depend on besides our own versions.
+
+        The bound device's product name, the same for all devices of its kind, and the versions of
+        what compiles for it.
+        """
+        return {"device": self.name}
+
+    def keep_kernels(self, folder: Path) -> None:  # noqa: B027 - most compile nothing
+        """Keep in a folder, and take from it, what is compiled from now on."""
 
     # Between host and device.
 

@@ -1,8 +1,10 @@
 """The CPU: torch for matrix products, our own kernel for attention to the paged cache."""
 
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import numba
 import torch
@@ -17,6 +19,7 @@ from engine.backends.base import (
     MemoryInfo,
 )
 from engine.backends.cpu_attention import attend
+from engine.backends.cpu_kernels import keep_kernels
 from engine.backends.host_memory import host_memory
 from engine.backends.row_exact import RowExactMode
 from engine.errors import WorkerFailure
@@ -78,6 +81,15 @@ class CpuBackend(DeviceBackend):
         """Tell a failed allocation from everything else."""
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         return WorkerFailure.OUT_OF_MEMORY if is_memory else WorkerFailure.OTHER
+
+    def kernel_facts(self) -> dict[str, str]:
+        """Return the kind of processor; numba tells its own cache the model."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        return {"device": f"cpu {platform.machine()} {capability}"}
+
+    def keep_kernels(self, folder: Path) -> None:
+        """Keep the machine code of attention."""
+        keep_kernels(folder)
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """Return the arrays' own memory: a step ends before the next is written."""

@@ -12,6 +12,7 @@ heads.
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -250,3 +251,27 @@ def attend(  # noqa: PLR0913 - a kernel
                 cap = np.float32(softcap)
                 _visit_chunk(tile, queries, chunk, state, group, base, window, cap)
             _finish_rows(tile, group, state, output)
+
+
+_KERNELS = (
+    _exp,
+    _maximum,
+    _visit,
+    _add_values,
+    _start_rows,
+    _read_chunk,
+    _visit_chunk,
+    _finish_rows,
+    attend,
+)
+
+
+def keep_kernels(folder: Path) -> None:
+    """Keep machine code in a folder, and take it from there, from now on.
+
+    Otherwise it is beside this file, or in the user's cache where that cannot be written. What
+    this process has compiled already stays where it is.
+    """
+    numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+    for kernel in _KERNELS:
+        kernel.enable_caching()

@@ -29,6 +29,13 @@ def reference_attention(
     return torch.cat(outputs)
 
 
+def attend_without_cache(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], options: AttentionOptions
+) -> torch.Tensor:
+    """Attend the tokens of one request, query [T, H, D], to key [T, G, D] and value [T, G, E]."""
+    return _attend(*states, options)
+
+
 def gather_blocks(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
     """Return the first `seq_len` entries of a paged row, [seq_len, G, D]."""
     block_size = cache.shape[1]

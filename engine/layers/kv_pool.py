@@ -1,6 +1,7 @@
 """The memory of the KV cache: how many blocks fit, and the tensors themselves."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -13,34 +14,45 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """What the size of the pool depends on beside the memory that is free.
+
+    max_useful_tokens is what the largest batch can ever hold; more memory would lie idle.
+    reserved_bytes are what a step takes beside the pool. num_sharing_ranks is how many ranks have
+    a pool in the memory of this one device.
+    """
+
+    block_size: int
+    max_useful_tokens: int
+    reserved_bytes: int = 0
+    num_sharing_ranks: int = 1
+
+
 def count_blocks(
     config: CacheConfig,
     layouts: tuple[LayerShape, ...],
     dtype: torch.dtype,
     backend: DeviceBackend,
-    *,
-    max_useful_tokens: int,
-    num_sharing_ranks: int = 1,
+    limits: PoolLimits,
 ) -> int:
     """Decide the number of KV blocks, and log why.
-
-    max_useful_tokens is what the largest batch can ever hold; more memory would lie idle.
-    num_sharing_ranks is how many ranks have a pool in the memory of this one device.
 
     Raises:
         ConfigError: not even one block fits, or not what the configuration names, with numbers.
         WorkerError: what the configuration names would fit if others used less.
     """
-    block_bytes = config.block_size * sum(layout.bytes_per_token(dtype) for layout in layouts)
+    num_sharing_ranks = limits.num_sharing_ranks
+    block_bytes = limits.block_size * sum(layout.bytes_per_token(dtype) for layout in layouts)
     if config.num_blocks is not None:
         backend.check_memory(
-            config.num_blocks * block_bytes * num_sharing_ranks,
+            config.num_blocks * block_bytes * num_sharing_ranks + limits.reserved_bytes,
             f"engine.cache.num_blocks {config.num_blocks}, {block_bytes} bytes each",
         )
         logger.info("kv cache: num_blocks=%d as configured", config.num_blocks)
         return config.num_blocks
     memory = backend.memory_info()
-    free_bytes = memory.free_bytes // num_sharing_ranks
+    free_bytes = max(memory.free_bytes - limits.reserved_bytes, 0) // num_sharing_ranks
     fraction = config.memory_fraction or backend.capabilities.default_memory_fraction
     if config.kv_cache_gib is not None:
         room_bytes = int(config.kv_cache_gib * _GIB) // num_sharing_ranks
@@ -48,6 +60,8 @@ def count_blocks(
     else:
         room_bytes = int(free_bytes * fraction)
         reason = f"{fraction:.2f} of {free_bytes / _GIB:.2f} GiB free"
+    if limits.reserved_bytes:
+        reason += f", {limits.reserved_bytes / _GIB:.2f} GiB left to the largest step"
     if num_sharing_ranks > 1:
         reason += f", for one of {num_sharing_ranks} ranks"
     if room_bytes > free_bytes or room_bytes < block_bytes:
@@ -56,7 +70,7 @@ def count_blocks(
             f"{block_bytes}, and {memory.free_bytes} of {memory.total_bytes} bytes are free; "
             "change engine.cache.kv_cache_gib or engine.cache.memory_fraction"
         )
-    useful = -(-max_useful_tokens // config.block_size)
+    useful = -(-limits.max_useful_tokens // limits.block_size)
     num_blocks = min(room_bytes // block_bytes, useful)
     logger.info(
         "kv cache: num_blocks=%d block_bytes=%d (%s; the largest batch needs %d)",

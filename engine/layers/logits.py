@@ -32,6 +32,11 @@ def process(logits: torch.Tensor, slots: Sequence[Slot]) -> None:
             _penalise(row, slot)
 
 
+def needs_history(spec: SamplerSpec) -> bool:
+    """Tell whether `process` looks at the tokens before, which the host must know for that."""
+    return _has_penalties(spec) or bool(spec.bad_words)
+
+
 def _add_bias(row: torch.Tensor, logit_bias: dict[int, float]) -> None:
     ids = torch.tensor(list(logit_bias), device=row.device)
     row[ids] += torch.tensor(list(logit_bias.values()), dtype=row.dtype, device=row.device)

@@ -3,14 +3,19 @@
 Shapes: T scheduled tokens, R requests, B blocks per row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.backends.attention_metadata import AttentionMetadata
+from engine.backends.base import Array, DeviceBackend
 from engine.layers.slot import Slot
 from engine.messages import NewRequest, Running, ScheduleBatch
+
+# What a step wants on the device beside the model's own input, by name; see device_sampler.
+ExtraArrays = Callable[[list[Slot]], dict[str, Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +38,38 @@ class ModelInput:
     sampling: tuple[Slot, ...]
     scored: tuple[ScoredSpan, ...]
     attention: AttentionMetadata
+    extra: dict[str, torch.Tensor]  # what ExtraArrays asked for
 
 
 class SlotTable:
     """The requests that this worker knows, and the buffers of its steps."""
 
-    def __init__(self, *, block_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._backend = backend
         self._block_size = block_size
         self._slots: dict[int, Slot] = {}
+        self._max_num_seqs = max_num_seqs
+        self._free_places = list(range(max_num_seqs))
         self._input_ids = np.zeros(max_num_batched_tokens, np.int64)
         self._positions = np.zeros(max_num_batched_tokens, np.int64)
-        self._slot_mapping = np.zeros(max_num_batched_tokens, np.int64)
+        self._slot_mapping = np.zeros(
+            max_num_batched_tokens, np.int32 if backend.slot_dtype is torch.int32 else np.int64
+        )
 
-    def prepare(self, batch: ScheduleBatch, device: torch.device) -> ModelInput:
-        """Take in the differences and write the step into the buffers.
+    def prepare(self, batch: ScheduleBatch, extra_arrays: ExtraArrays) -> ModelInput:
+        """Take in the differences, write the step into the buffers, and upload it.
 
-        The buffers are used again by the next step, so a step ends before the next is prepared.
+        The input id of a token that the host does not know yet is left to LastTokens.
         """
         for uid in (*batch.preempted, *batch.finished):
-            self._slots.pop(uid, None)
+            self._forget(uid)
         scheduled = self._take_in(batch)
         query_lens: list[int] = []
         seq_lens: list[int] = []
@@ -59,6 +77,7 @@ class SlotTable:
         scored_rows: list[int] = []
         sampling: list[Slot] = []
         scored: list[ScoredSpan] = []
+        fed: list[tuple[int, int]] = []
         end = 0
         for slot, count in scheduled:
             start, end = end, end + count
@@ -68,29 +87,50 @@ class SlotTable:
                 scored_rows += range(start, start + len(span.token_ids))
                 scored.append(span)
             slot.num_computed_tokens += count
+            if slot.num_computed_tokens > len(slot.token_ids):
+                fed.append((end - 1, slot.place))
             query_lens.append(count)
             seq_lens.append(slot.num_computed_tokens)
             if slot.is_sampling:
                 sample_rows.append(end - 1)
                 sampling.append(slot)
+        tensors = self._backend.upload(
+            {
+                "input_ids": self._input_ids[:end],
+                "positions": self._positions[:end],
+                "logit_rows": np.array(sample_rows + scored_rows, np.int64),
+                "slot_mapping": self._slot_mapping[:end],
+                "block_tables": _pad([slot.block_ids for slot, _ in scheduled]),
+                "seq_lens": np.array(seq_lens, np.int32),
+                **_feeding(fed),
+                **extra_arrays(sampling),
+            }
+        )
         return ModelInput(
-            input_ids=torch.from_numpy(self._input_ids[:end]).to(device),
-            positions=torch.from_numpy(self._positions[:end]).to(device),
-            logit_rows=torch.tensor(sample_rows + scored_rows, dtype=torch.int64, device=device),
+            input_ids=tensors.pop("input_ids"),
+            positions=tensors.pop("positions"),
+            logit_rows=tensors.pop("logit_rows"),
             sampling=tuple(sampling),
             scored=tuple(scored),
             attention=AttentionMetadata(
                 query_lens=query_lens,
                 seq_lens=seq_lens,
-                slot_mapping=torch.from_numpy(self._slot_mapping[:end]).to(device),
-                block_tables=_pad([slot.block_ids for slot, _ in scheduled]).to(device),
-                seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+                slot_mapping=tensors.pop("slot_mapping"),
+                block_tables=tensors.pop("block_tables"),
+                seq_lens_tensor=tensors.pop("seq_lens"),
             ),
+            extra=tensors,
         )
 
     def clear(self) -> None:
         """Forget every request."""
         self._slots.clear()
+        self._free_places = list(range(self._max_num_seqs))
+
+    def _forget(self, uid: int) -> None:
+        slot = self._slots.pop(uid, None)
+        if slot is not None:
+            self._free_places.append(slot.place)
 
     def _take_in(self, batch: ScheduleBatch) -> list[tuple[Slot, int]]:
         scheduled = [self._known(item) for item in batch.running]
@@ -110,6 +150,7 @@ class SlotTable:
             num_computed_tokens=item.num_computed_tokens,
             block_ids=list(item.block_ids),
             sampler=item.sampler,
+            place=self._free_places.pop(),
         )
         self._slots[item.uid] = slot
         return slot, item.num_scheduled_tokens
@@ -117,7 +158,9 @@ class SlotTable:
     def _write_tokens(self, slot: Slot, count: int, start: int) -> None:
         first = slot.num_computed_tokens
         positions = np.arange(first, first + count)
-        self._input_ids[start : start + count] = slot.token_ids[first : first + count]
+        known = slot.token_ids[first : first + count]
+        self._input_ids[start : start + len(known)] = known
+        self._input_ids[start + len(known) : start + count] = 0
         self._positions[start : start + count] = positions
         blocks = np.asarray(slot.block_ids)[positions // self._block_size]
         self._slot_mapping[start : start + count] = (
@@ -134,9 +177,17 @@ def _scored_span(slot: Slot, count: int) -> ScoredSpan | None:
     return ScoredSpan(slot=slot, start=start, token_ids=token_ids) if token_ids else None
 
 
-def _pad(tables: list[list[int]]) -> torch.Tensor:
+def _feeding(fed: list[tuple[int, int]]) -> dict[str, Array]:
+    """Return which input ids come from which place of LastTokens; nothing where all are known."""
+    if not fed:
+        return {}
+    rows, places = zip(*fed, strict=True)
+    return {"fed_rows": np.array(rows, np.int64), "fed_places": np.array(places, np.int64)}
+
+
+def _pad(tables: list[list[int]]) -> Array:
     width = max(len(table) for table in tables)
     padded = np.zeros((len(tables), width), np.int32)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table
-    return torch.from_numpy(padded)
+    return padded

@@ -12,6 +12,7 @@ import torch
 
 from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
 from engine.backends.base import DeviceBackend
+from engine.backends.reference import attend_without_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,16 @@ class LayerShape:
         return numbers * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What a layer asked for in a trial, and what it got."""
+
+    layer_index: int
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as in PagedAttention.forward
+    options: AttentionOptions
+    attended: torch.Tensor
+
+
 class PagedAttention:
     """Writes a layer's new keys and values, then attends to all of them."""
 
@@ -38,6 +49,8 @@ class PagedAttention:
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._metadata: AttentionMetadata | None = None
         self._recorded: dict[int, LayerShape] | None = None
+        self._tried: list[AttentionCall] | None = None
+        self._answer: torch.Tensor | None = None
 
     def bind_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Use these KV caches, one pair for each layer."""
@@ -64,6 +77,19 @@ class PagedAttention:
         finally:
             self._recorded = None
 
+    @contextmanager
+    def trial(self, answer: torch.Tensor | None = None) -> Iterator[list[AttentionCall]]:
+        """Serve passes over the tokens of one request, without a cache; yield what was asked for.
+
+        This is how two layers are compared before there is a KV pool. The second is given the
+        answer of the first: attention can make much of a last bit.
+        """
+        self._tried, self._answer = [], answer
+        try:
+            yield self._tried
+        finally:
+            self._tried = self._answer = None
+
     def forward(
         self,
         layer_index: int,
@@ -82,6 +108,16 @@ class PagedAttention:
                 sliding_window=options.sliding_window,
             )
             return query.new_zeros(*query.shape[:2], value.shape[2])
+        if self._tried is not None:
+            attended = self._answer
+            if attended is None:
+                attended = attend_without_cache(states, options)
+            self._tried.append(
+                AttentionCall(
+                    layer_index=layer_index, states=states, options=options, attended=attended
+                )
+            )
+            return attended
         assert self._metadata is not None, "a forward pass outside of step()"
         caches = self._caches[layer_index]
         self._backend.write_kv((key, value), caches, self._metadata.slot_mapping)

@@ -83,10 +83,10 @@ def _draw(logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
 
 
 def _filter(probabilities: torch.Tensor, spec: SamplerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what min_p, top_k and top_p leave of one row [V], likeliest first, and the ids.
+    """Return what min_p, top_k and top_p leave of one row [V], and the ids, in their order.
 
-    In this order, as in vLLM: top_p counts the mass of what the other two have left. Ties are
-    broken by the token id, so that the result does not depend on the sort.
+    min_p and top_k come before top_p, as in vLLM: top_p counts the mass of what they have left.
+    Ties are broken by the token id, so that the result does not depend on the sort.
     """
     ordered, ids = torch.sort(probabilities, descending=True, stable=True)
     count = min(spec.top_k or len(ordered), len(ordered))
@@ -96,7 +96,8 @@ def _filter(probabilities: torch.Tensor, spec: SamplerSpec) -> tuple[torch.Tenso
     # A token stays while the mass before it is below top_p, so the likeliest always stays.
     ordered = ordered / ordered.sum()
     is_kept = ordered.cumsum(0) - ordered < spec.top_p
-    return ordered[is_kept], ids[is_kept]
+    ids, places = ids[is_kept].sort()
+    return ordered[is_kept][places], ids
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
+from engine.layers.fused_layers import fuse_layers
 from engine.layers.paged_attention import LayerShape, PagedAttention
 from engine.layers.tensor_parallel import check_plan, split_model
 from engine.models.attention_interface import attach
@@ -89,7 +90,8 @@ def prepare_model(
 ) -> LoadedModel:
     """Split a model of transformers over the ranks, and give its attention a paged KV cache.
 
-    The KV layout is learnt from a pass of two tokens.
+    The KV layout is learnt from a pass of two tokens. Where the device prefers it, decoder layers
+    are replaced by fused ones.
 
     Raises:
         ConfigError: see load_model.
@@ -99,6 +101,8 @@ def prepare_model(
     attention = PagedAttention(backend)
     attach(module, attention)
     layouts = _learn_layouts(module, attention, path)
+    if backend.prefers_fused_layers:
+        fuse_layers(module, attention, backend, group)
     return LoadedModel(module=module, attention=attention, kv_layouts=layouts, dtype=module.dtype)
 
 

@@ -1,4 +1,4 @@
-"""`python -m engine.worker FD LEVEL`: a worker process, speaking over an inherited pipe."""
+"""`python -m engine.worker FD PARENT LEVEL RANK`: a worker, speaking over an inherited pipe."""
 
 import ctypes
 import logging
@@ -21,14 +21,15 @@ def _die_with_parent(parent_pid: int) -> None:
 
 def main() -> None:
     """Serve one main process."""
-    file_descriptor, parent_pid, level = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    file_descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    level, rank = sys.argv[3], sys.argv[4]
     _die_with_parent(parent_pid)
     # The parent finishes the step and says Shutdown; a Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
         level=level,
-        format="%(asctime)s %(levelname)s pid=%(process)d %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s rank={rank} pid=%(process)d %(name)s: %(message)s",
     )
     serve(Channel.inherited(file_descriptor))
 

@@ -18,12 +18,13 @@ from engine.errors import WorkerFailure
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import NewRequest, SamplerSpec, ScheduleBatch, StepDone, WorkerTimings
 from engine.model_source import MOCK_EOS_TOKEN_ID
-from engine.worker.runner import Runner
+from engine.worker.runner import Answered, PendingStep, Runner
 
 logger = logging.getLogger(__name__)
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      ."
 _FIRST_BYTE = 3
 _MAX_ANSWER_TOKENS = 48
+_DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_NUM_BLOCKS = 16384
 
 
@@ -48,6 +49,7 @@ class MockRunner(Runner):
     dtype = "none"
 
     def __init__(self, config: EngineConfig) -> None:
+        self.block_size = config.cache.block_size or _DEFAULT_BLOCK_SIZE
         self._step_seconds = config.runtime.mock_step_seconds
         self._num_blocks = config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
         self._max_tokens = config.runtime.mock_max_step_tokens
@@ -62,7 +64,7 @@ class MockRunner(Runner):
     def allocate(self, num_blocks: int) -> None:
         """Do nothing: there is no memory."""
 
-    def execute(self, batch: ScheduleBatch) -> StepDone:
+    def launch(self, batch: ScheduleBatch) -> PendingStep:
         """Give each request that is computed to its end the next token of its answer."""
         started = time.perf_counter()
         if self._step_seconds:
@@ -87,7 +89,7 @@ class MockRunner(Runner):
             is_computed = answer.num_computed_tokens == answer.num_tokens
             if is_computed and not answer.sampler.is_scoring_only:
                 tokens[uid] = _next_token(answer)
-        return StepDone(
+        done = StepDone(
             step_id=batch.step_id,
             uids=list(tokens),
             token_ids=list(tokens.values()),
@@ -99,6 +101,7 @@ class MockRunner(Runner):
             prompt_logprobs=scores,
             timings=WorkerTimings(forward_seconds=time.perf_counter() - started),
         )
+        return Answered(done)
 
     def classify_error(self, error: BaseException) -> str:
         """Tell the mock's own lack of memory from a bug."""

@@ -8,20 +8,26 @@ from pathlib import Path
 import torch
 
 from engine.backends import load_backend
+from engine.backends.base import Array
 from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.device_sampler import sample_on_device, sampling_arrays
+from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
+from engine.layers.last_tokens import LastTokens
+from engine.layers.logits import needs_history
 from engine.layers.logprobs import score
+from engine.layers.model_input import ModelInput, SlotTable
 from engine.layers.sampler import sample
+from engine.layers.slot import Slot
 from engine.logprobs import ScoredPart, TokenLogprob
-from engine.messages import ScheduleBatch, StartWorker, StepDone, WorkerTimings
+from engine.messages import ScheduleBatch, StartWorker
 from engine.model_source import ModelSource
 from engine.models import load_model
 from engine.parallel import ParallelGroup, Rendezvous
-from engine.layers.kv_pool import allocate_pool, count_blocks
-from engine.layers.model_input import ModelInput, SlotTable
+from engine.worker.model_step import ModelStep
 from engine.worker.row_check import check_rows
-from engine.worker.runner import Runner
+from engine.worker.runner import PendingStep, Runner
 
 _GIB = 1 << 30
 
@@ -42,6 +48,8 @@ class ModelRunner(Runner):
                 f"dtype {self.dtype} does not run on {self.device}; set engine.dtype to one of "
                 f"{', '.join(self._backend.capabilities.dtypes)}"
             )
+        self.block_size = config.cache.block_size or self._backend.capabilities.default_block_size
+        self._backend.check_block_size(self.block_size)
         if config.deterministic:
             self._backend.row_exact()  # refuses before anything is loaded
         # Before the ranks meet, so that none loads while another still looks at what is free.
@@ -59,9 +67,15 @@ class ModelRunner(Runner):
             self._backend.dist_backend,
         )
         self._slots = SlotTable(
-            block_size=config.cache.block_size,
+            self._backend,
+            block_size=self.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
+        self._last_tokens: LastTokens | None = None
+        if not self._backend.is_host:
+            self._last_tokens = LastTokens(config.scheduler.max_num_seqs, self._backend.device)
+        self._newest: ModelStep | None = None  # of the steps that were launched
 
     def _check_memory(self, world_size: int) -> None:
         cache = self._config.cache
@@ -91,15 +105,33 @@ class ModelRunner(Runner):
             self._model.kv_layouts,
             self._model.dtype,
             self._backend,
-            max_useful_tokens=self._config.scheduler.max_num_seqs * self._source.max_model_len,
-            num_sharing_ranks=self._group.world_size if self._backend.name == "cpu" else 1,
+            PoolLimits(
+                block_size=self.block_size,
+                max_useful_tokens=self._config.scheduler.max_num_seqs * self._source.max_model_len,
+                reserved_bytes=self._backend.measure_peak_bytes(self._run_largest_step),
+                num_sharing_ranks=self._group.world_size if self._backend.name == "cpu" else 1,
+            ),
         )
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """Run a step of the most tokens without a cache, and sample the most rows."""
+        scheduler = self._config.scheduler
+        device = self._backend.device
+        num_tokens = min(scheduler.max_num_batched_tokens, self._source.max_model_len)
+        repeats = -(-scheduler.max_num_batched_tokens // num_tokens)
+        positions = torch.arange(num_tokens, device=device).repeat(repeats)
+        positions = positions[: scheduler.max_num_batched_tokens]
+        rows = torch.arange(scheduler.max_num_seqs, device=device)
+        with self._model.attention.recording():
+            logits = self._model.logits(torch.zeros_like(positions), positions, rows)
+        logits.float().softmax(dim=-1).cumsum(dim=-1)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV pool and run one small step of each kind, which compiles kernels."""
         caches = allocate_pool(
             num_blocks,
-            self._config.cache.block_size,
+            self.block_size,
             self._model.kv_layouts,
             self._model.dtype,
             self._backend,
@@ -110,86 +142,112 @@ class ModelRunner(Runner):
             check_rows(
                 self._model,
                 self._backend,
-                block_size=self._config.cache.block_size,
-                num_tokens=min(
-                    num_blocks * self._config.cache.block_size // 2, self._source.max_model_len
-                ),
+                block_size=self.block_size,
+                num_tokens=min(num_blocks * self.block_size // 2, self._source.max_model_len),
             )
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduleBatch) -> StepDone:
-        """Run one step; only token ids and asked-for log probabilities come back to the host."""
+    def launch(self, batch: ScheduleBatch) -> PendingStep:
+        """Begin one step; only token ids and asked-for log probabilities come to the host."""
         with self._backend.row_exact() if self._config.deterministic else nullcontext():
-            return self._execute(batch)
+            return self._launch(batch)
 
-    def _execute(self, batch: ScheduleBatch) -> StepDone:
-        started = time.perf_counter()
-        step = self._slots.prepare(batch, self._backend.device)
-        prepared = time.perf_counter()
-        with self._model.attention.step(step.attention):
-            logits = self._model.logits(step.input_ids, step.positions, step.logit_rows)
-        self._backend.synchronize()
-        computed = time.perf_counter()
-        token_ids, logprobs = self._sample(logits[: len(step.sampling)], step)
-        for slot, token_id in zip(step.sampling, token_ids, strict=True):
-            slot.token_ids.append(token_id)
-        return StepDone(
-            step_id=batch.step_id,
-            uids=[slot.uid for slot in step.sampling],
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=self._score_prompts(logits[len(step.sampling) :], step),
-            timings=WorkerTimings(
-                prepare_seconds=prepared - started,
-                forward_seconds=computed - prepared,
-                sample_seconds=time.perf_counter() - computed,
-            ),
+    def _launch(self, batch: ScheduleBatch) -> PendingStep:
+        started_at = time.perf_counter()
+        step = self._slots.prepare(batch, self._extra_arrays)
+        prepared_at = time.perf_counter()
+        count = len(step.sampling)
+        with self._backend.computing():
+            logits = self._forward(step)
+            computed_at = time.perf_counter()
+            asked = [
+                row for row, slot in enumerate(step.sampling) if slot.sampler.logprobs is not None
+            ]
+            raw = logits[asked] if asked else logits[:0]  # a copy: sampling changes the logits
+            fetched = self._backend.fetch(self._sample(logits[:count], step))
+        launched = ModelStep(
+            batch.step_id,
+            step,
+            fetched,
+            lambda token_ids: self._score(raw, asked, token_ids, logits[count:], step),
+            previous=self._newest,
         )
+        launched.started_at, launched.prepared_at = started_at, prepared_at
+        if self._backend.is_host:
+            launched.computed_at = computed_at
+            launched.result()
+        else:
+            self._newest = launched
+        return launched
 
-    def _sample(
-        self, logits: torch.Tensor, step: ModelInput
-    ) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """Return the tokens that rank 0 drew, and there their log probabilities by uid.
+    def _forward(self, step: ModelInput) -> torch.Tensor:
+        """Return the logits that the step asks for, [rows, V]."""
+        if self._last_tokens is not None:
+            self._last_tokens.feed(step)
+        with self._model.attention.step(step.attention):
+            return self._model.logits(step.input_ids, step.positions, step.logit_rows)
+
+    def _extra_arrays(self, sampling: list[Slot]) -> dict[str, Array]:
+        if self._last_tokens is None:
+            return {}
+        return {**self._last_tokens.arrays(sampling), **sampling_arrays(sampling)}
+
+    def _sample(self, logits: torch.Tensor, step: ModelInput) -> torch.Tensor:
+        """Return the tokens that rank 0 drew, [R] int64 on the device.
 
         The others do not draw: a plan may leave the last layer whole, and where each rank computes
         logits for itself, one that rounds otherwise would disagree on a token, and ever after.
         """
         slots = step.sampling
         if not slots:
-            return [], {}
+            return torch.zeros(0, dtype=torch.int64, device=self._backend.device)
         if self._group.rank > 0:
-            return self._group.broadcast_numbers([0] * len(slots)), {}
-        asked = [row for row, slot in enumerate(slots) if slot.sampler.logprobs is not None]
-        raw = logits[asked] if asked else logits[:0]  # a copy: sampling changes the logits
-        token_ids = self._group.broadcast_numbers(sample(logits, slots))
-        scores = score(
-            raw,
-            [token_ids[row] for row in asked],
-            [slots[row].sampler.logprobs or 0 for row in asked],
-        )
-        return token_ids, {slots[row].uid: found for row, found in zip(asked, scores, strict=True)}
+            drawn = torch.zeros(len(slots), dtype=torch.int64, device=self._backend.device)
+        elif self._last_tokens is None:
+            drawn = torch.tensor(sample(logits, slots))
+        else:
+            if self._newest is not None and any(needs_history(slot.sampler) for slot in slots):
+                self._newest.result()
+            drawn = sample_on_device(logits, slots, step.extra, self._backend)
+        drawn = self._group.broadcast(drawn)
+        if self._last_tokens is not None:
+            self._last_tokens.keep(drawn, step)
+        return drawn
 
-    def _score_prompts(self, logits: torch.Tensor, step: ModelInput) -> dict[int, ScoredPart]:
-        """Return the log probabilities of prompt tokens by uid; the logits are theirs, in order."""
-        parts: dict[int, ScoredPart] = {}
+    @torch.inference_mode()
+    def _score(
+        self,
+        raw: torch.Tensor,
+        asked: list[int],
+        token_ids: list[int],
+        prompt_logits: torch.Tensor,
+        step: ModelInput,
+    ) -> tuple[dict[int, TokenLogprob], dict[int, ScoredPart]]:
+        """Return the log probabilities of drawn tokens and of prompt tokens, by uid."""
         if self._group.rank > 0:
-            return parts
-        start = 0
-        for span in step.scored:
-            count = len(span.token_ids)
-            num_top = span.slot.sampler.prompt_logprobs or 0
-            found = score(logits[start : start + count], span.token_ids, [num_top] * count)
-            parts[span.slot.uid] = ScoredPart(span.start, found)
-            start += count
-        return parts
+            return {}, {}
+        slots = step.sampling
+        with self._backend.computing():
+            scores = score(
+                raw,
+                [token_ids[row] for row in asked],
+                [slots[row].sampler.logprobs or 0 for row in asked],
+            )
+            parts = _score_prompts(prompt_logits, step)
+        return {slots[row].uid: found for row, found in zip(asked, scores, strict=True)}, parts
 
     def forget_all(self) -> None:
         """Forget every request."""
         self._slots.clear()
+        self._newest = None
 
     def classify_error(self, error: BaseException) -> str:
         """Ask the backend what kind of trouble this is."""
         return self._backend.classify_error(error).value
+
+    def explain_error(self, error: BaseException) -> str:
+        """Ask the backend for words."""
+        return self._backend.explain_error(error)
 
     def close(self) -> None:
         """Let go of the pool and of the model."""
@@ -197,6 +255,19 @@ class ModelRunner(Runner):
             self._model.attention.bind_caches(())
             del self._model
         self._group.leave()
+
+
+def _score_prompts(logits: torch.Tensor, step: ModelInput) -> dict[int, ScoredPart]:
+    """Return the log probabilities of prompt tokens by uid; the logits are theirs, in order."""
+    parts: dict[int, ScoredPart] = {}
+    start = 0
+    for span in step.scored:
+        count = len(span.token_ids)
+        num_top = span.slot.sampler.prompt_logprobs or 0
+        found = score(logits[start : start + count], span.token_ids, [num_top] * count)
+        parts[span.slot.uid] = ScoredPart(span.start, found)
+        start += count
+    return parts
 
 
 def share_of_threads(num_threads: int | None, world_size: int) -> int | None:

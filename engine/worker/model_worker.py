@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from engine.config import EngineConfig
@@ -25,9 +26,10 @@ from engine.messages import (
 )
 from engine.worker.channel import Channel, ChannelClosedError
 from engine.worker.mock import MockRunner
-from engine.worker.runner import Runner
+from engine.worker.runner import PendingStep, Runner
 
 logger = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.0002
 
 
 class ModelWorker:
@@ -44,7 +46,7 @@ class ModelWorker:
             case AllocateCache():
                 return self._allocate(message)
             case ScheduleBatch():
-                return self._execute(message)
+                return self.finish(self.launch(message))
             case _:
                 self.close()
                 return None
@@ -71,6 +73,7 @@ class ModelWorker:
         logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
         return WorkerReady(
             num_blocks=num_blocks,
+            block_size=self._runner.block_size,
             sliding_window=self._runner.sliding_window,
             device=self._runner.device,
             dtype=self._runner.dtype,
@@ -92,15 +95,41 @@ class ModelWorker:
             )
         return CacheAllocated(warmup_seconds=time.perf_counter() - started)
 
-    def _execute(self, batch: ScheduleBatch) -> StepDone | StepFailed:
+    def launch(self, batch: ScheduleBatch) -> "_Launched":
+        """Begin a step."""
         assert self._runner is not None
         try:
-            return self._runner.execute(batch)
+            return _Launched(batch.step_id, self._runner.launch(batch))
         except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
-            logger.exception("step %d failed", batch.step_id)
-            self._runner.forget_all()
-            kind = self._runner.classify_error(error)
-            return StepFailed(step_id=batch.step_id, kind=kind, message=repr(error))
+            return _Launched(batch.step_id, self._failure(batch.step_id, error))
+
+    def finish(self, launched: "_Launched") -> StepDone | StepFailed:
+        """Wait for the answer to a step that was launched."""
+        if isinstance(launched.step, StepFailed):
+            return launched.step
+        try:
+            return launched.step.result()
+        except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
+            return self._failure(launched.step_id, error)
+
+    def _failure(self, step_id: int, error: Exception) -> StepFailed:
+        assert self._runner is not None
+        logger.error("step %d failed", step_id, exc_info=error)
+        self._runner.forget_all()
+        kind = self._runner.classify_error(error)
+        return StepFailed(step_id=step_id, kind=kind, message=self._runner.explain_error(error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was begun, or that could not be."""
+
+    step_id: int
+    step: PendingStep | StepFailed
+
+    def is_ready(self) -> bool:
+        """Tell whether its answer is there."""
+        return isinstance(self.step, StepFailed) or self.step.is_ready()
 
 
 def _make_runner(config: EngineConfig, start: StartWorker) -> Runner:
@@ -121,15 +150,40 @@ def serve(channel: Channel) -> None:
     worker = ModelWorker()
     inbox: SimpleQueue[ToWorker | None] = SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="reader", daemon=True).start()
+    launched: _Launched | None = None
     try:
-        while (message := inbox.get()) is not None:
-            if (reply := worker.handle(message)) is None:
+        while True:
+            if launched is not None and not _comes_before(inbox, launched):
+                channel.send(worker.finish(launched))
+                launched = None
+                continue
+            message = inbox.get()
+            # A step is launched before the one before it is awaited: the device is not to be idle.
+            following = worker.launch(message) if isinstance(message, ScheduleBatch) else None
+            if launched is not None:
+                channel.send(worker.finish(launched))
+            launched = following
+            if following is not None:
+                continue
+            if message is None or (reply := worker.handle(message)) is None:
                 break
             channel.send(reply)
     except ChannelClosedError:
         logger.info("the main process is gone")
     finally:
         worker.close()
+
+
+def _comes_before(inbox: "SimpleQueue[ToWorker | None]", launched: _Launched) -> bool:
+    """Wait for a message or for a step; tell whether the message comes before the step's end.
+
+    Devices do not wake a thread that waits for a message too, so both are looked at in turn.
+    """
+    while not launched.is_ready():
+        if not inbox.empty():
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
 
 
 def _read(channel: Channel, inbox: "SimpleQueue[ToWorker | None]") -> None:

@@ -29,9 +29,15 @@ _STOP_SECONDS = 10
 _AFTERMATH_SECONDS = 1.0
 
 
-# How long an OpenMP thread spins before it sleeps. By default it spins so long that one other busy
-# process on the machine makes a worker ten times slower.
-_THREAD_SETTINGS = {"GOMP_SPINCOUNT": "1000"}
+_ENVIRONMENT = {
+    # How long an OpenMP thread spins before it sleeps. By default it spins so long that one other
+    # busy process on the machine makes a worker ten times slower.
+    "GOMP_SPINCOUNT": "1000",
+    "TQDM_DISABLE": "1",  # in a log a progress bar is one line without end
+    # torch would import torch_npu by itself, and fail with it where CANN is not loaded.
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "ASCEND_SLOG_PRINT_TO_STDOUT": "1",  # CANN's errors, which it else writes to ~/ascend/log
+}
 
 
 @cache
@@ -172,7 +178,8 @@ class WorkerProcess:
 
     def _spawn(self, theirs: Channel) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "engine.worker"]
-        arguments = [str(theirs.file_descriptor), str(os.getpid()), self._config.log_level]
+        numbers = (theirs.file_descriptor, os.getpid())
+        arguments = [*map(str, numbers), self._config.log_level, str(self._rank)]
         with log_files.opened_for_worker(self.log_path) as log:
             return subprocess.Popen(
                 command + arguments,
@@ -180,7 +187,7 @@ class WorkerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.file_descriptor,),
-                env={**_THREAD_SETTINGS, **os.environ},
+                env={**_ENVIRONMENT, **os.environ},
             )
 
     def _death(self) -> WorkerError:

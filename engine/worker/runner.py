@@ -8,11 +8,39 @@ from abc import ABC, abstractmethod
 from engine.messages import ScheduleBatch, StepDone
 
 
+class PendingStep(ABC):
+    """A step that was launched, and its answer when that is there."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Tell whether `result` would not wait."""
+
+    @abstractmethod
+    def result(self) -> StepDone:
+        """Wait for the answer; raises what went wrong on the device."""
+
+
+class Answered(PendingStep):
+    """A step whose answer is there."""
+
+    def __init__(self, answer: StepDone) -> None:
+        self._answer = answer
+
+    def is_ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> StepDone:
+        """Return the answer."""
+        return self._answer
+
+
 class Runner(ABC):
     """What a worker needs of whatever makes its tokens."""
 
     device: str
     dtype: str
+    block_size: int
     sliding_window: int | None = None
 
     @abstractmethod
@@ -24,8 +52,8 @@ class Runner(ABC):
         """Allocate the KV pool and warm up."""
 
     @abstractmethod
-    def execute(self, batch: ScheduleBatch) -> StepDone:
-        """Run one step."""
+    def launch(self, batch: ScheduleBatch) -> PendingStep:
+        """Begin one step. Another may be launched before its answer is there, but no third."""
 
     @abstractmethod
     def forget_all(self) -> None:
@@ -33,7 +61,11 @@ class Runner(ABC):
 
     @abstractmethod
     def classify_error(self, error: BaseException) -> str:
-        """Return the WorkerFailure of an exception of `execute`."""
+        """Return the WorkerFailure of an exception of a step."""
+
+    def explain_error(self, error: BaseException) -> str:
+        """Return an exception of a step in words."""
+        return repr(error)
 
     @abstractmethod
     def close(self) -> None:

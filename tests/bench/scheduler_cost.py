@@ -34,7 +34,7 @@ def make_request(uid: int) -> InferRequest:
 
 def median_step_ms(num_waiting: int) -> float:
     config = SchedulerConfig(max_num_seqs=NUM_RUNNING, max_num_batched_tokens=32768)
-    scheduler = Scheduler(config, CacheManager(CacheConfig(), NUM_RUNNING * 40))
+    scheduler = Scheduler(config, CacheManager(CacheConfig(), NUM_RUNNING * 40, block_size=16))
     for uid in range(NUM_RUNNING + num_waiting):
         scheduler.add(make_request(uid))
     seconds = []

@@ -10,9 +10,9 @@ from model_families import make_model, make_prompts
 
 from engine import Completion, ConfigError, EngineConfig, OfflineInference, SamplingParams
 from engine.backends import load_backend
+from engine.layers.kv_pool import allocate_pool
 from engine.models import load_model
 from engine.parallel import ParallelGroup
-from engine.layers.kv_pool import allocate_pool
 from engine.worker.row_check import check_rows
 
 pytestmark = pytest.mark.integration

@@ -25,10 +25,10 @@ from engine import (
 from engine.backends import load_backend
 from engine.backends.attention_metadata import AttentionMetadata
 from engine.execution import ExecutionEngine
+from engine.layers.kv_pool import allocate_pool
 from engine.messages import Running, ScheduleBatch
 from engine.models import load_model, prepare_model
 from engine.parallel import ParallelGroup
-from engine.layers.kv_pool import allocate_pool
 
 pytestmark = pytest.mark.integration
 

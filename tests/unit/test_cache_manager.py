@@ -14,7 +14,7 @@ from engine.request import InferRequest
 
 def make_cache(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> CacheManager:
     config = CacheConfig(block_size=4, enable_prefix_caching=enable_prefix_caching)
-    return CacheManager(config, num_blocks)
+    return CacheManager(config, num_blocks, block_size=config.block_size or 16)
 
 
 def run_to_the_end(cache: CacheManager, request: InferRequest) -> None:
@@ -212,7 +212,7 @@ def test_block_hashes_are_the_same_in_every_process() -> None:
         "from engine_builders import infer_request\n"
         "from engine.cache_manager import CacheManager\n"
         "from engine.config import CacheConfig\n"
-        "cache = CacheManager(CacheConfig(block_size=2), 4)\n"
+        "cache = CacheManager(CacheConfig(), 4, block_size=2)\n"
         "request = infer_request(prompt=[1, 2, 3, 4, 5])\n"
         "cache.try_admit(request, 5)\n"
         "print([h.hex() for h in request.block_hashes])\n"
@@ -232,7 +232,7 @@ def test_block_hashes_are_the_same_in_every_process() -> None:
 
 
 def test_blocks_that_have_left_the_window_of_every_layer_are_given_back() -> None:
-    cache = CacheManager(CacheConfig(block_size=4), 8, sliding_window=5)
+    cache = CacheManager(CacheConfig(), 8, block_size=4, sliding_window=5)
     request = infer_request(prompt=list(range(20)))
     assert cache.try_admit(request, 20)
     # The next token is at position 16 and sees 12 to 16: blocks 0 to 2 are behind it.
@@ -247,7 +247,7 @@ def test_blocks_that_have_left_the_window_of_every_layer_are_given_back() -> Non
 
 
 def test_without_a_window_nothing_is_given_back_early() -> None:
-    cache = CacheManager(CacheConfig(block_size=4), 8)
+    cache = CacheManager(CacheConfig(), 8, block_size=4)
     request = infer_request(prompt=list(range(20)))
     assert cache.try_admit(request, 20)
     cache.release_left_behind(request, 16)

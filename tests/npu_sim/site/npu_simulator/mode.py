@@ -1,0 +1,147 @@
+"""Every operation on a simulated device, carried out by the CPU's kernel on the same memory.
+
+What a real device would refuse is refused here: an operation for which the wheel has no kernel,
+and no way to put it together from others, would silently run on the CPU there.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch_npu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from npu_simulator import collectives, graphs
+from npu_simulator.aliases import alias, is_npu, to_npu
+from npu_simulator.copies import copy
+from npu_simulator.recorder import recorder
+
+# What the wheel's own C++ does without a kernel of CANN.
+_NATIVE = {
+    "aten::empty.memory_format",
+    "aten::empty_strided",
+    "aten::detach",
+    "aten::alias",
+    "aten::lift_fresh",
+    "aten::is_pinned",
+    "aten::_pin_memory",
+    "aten::pin_memory",
+    "aten::record_stream",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::_local_scalar_dense",
+}
+_COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+class SimulatedNpu(TorchDispatchMode):
+    """Serves one thread: each thread that computes enters one of its own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if is_npu(leaf)]
+        device = _device_of(kwargs, tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        name = func.name()
+        if name.startswith("c10d::"):
+            return collectives.run(func, args, kwargs)
+        if name in _NATIVE or (func.is_view and not _has(name, "CompositeImplicitAutograd")):
+            return func(*args, **kwargs)
+        parts = _composed_of(func, name)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if name == "aten::copy_":
+            return copy(func, *args, **kwargs)
+        return _run(func, args, kwargs, device)
+
+
+def _device_of(kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.device | None:
+    """Return the simulated device that an operation is about, if it is about one."""
+    wanted = kwargs.get("device")
+    if wanted is not None and torch.device(wanted).type == "npu":
+        index = torch.device(wanted).index
+        return torch.device("npu", torch.npu.current_device() if index is None else index)
+    return tensors[0].device if tensors else None
+
+
+def _has(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _composed_of(func: Any, name: str) -> Any:
+    """Return what calls the operations that this one consists of, or None: it is one itself."""
+    # The wheel's own `_to_copy` is made of the same parts.
+    if _has(name, "PrivateUse1") and name != "aten::_to_copy":
+        return None
+    for key in _COMPOSITES:
+        if _has(name, key):
+            return _kernel(func, key)
+    if _has(name, "CompositeImplicitAutograd"):
+        return func.decompose
+    raise NotImplementedError(
+        f"{name}: torch_npu has no kernel for it, and would run it on the CPU, with copies there "
+        "and back; use operations that it has"
+    )
+
+
+def _kernel(func: Any, key: str) -> Any:
+    dispatch_key = getattr(torch._C.DispatchKey, key)
+    return lambda *args, **kwargs: func._op_dk(dispatch_key, *args, **kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    name = func.name()
+    _check_covered(func, name, kwargs)
+    _wake(device.index)
+    stream = torch_npu._C._npu_getCurrentRawStream(device.index)
+    recorder.note_operation(name, stream)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    result = graphs.run(func, args, kwargs, device, stream)
+    if name.startswith("npu::"):
+        recorder.keep_call(name, args, kwargs, result)
+    return result
+
+
+@cache
+def _wake(index: int) -> None:
+    """Have the wheel make a device's streams, as its own kernels would."""
+    with torch.npu.device(index):
+        torch.npu.current_stream()
+
+
+def _check_covered(func: Any, name: str, kwargs: dict[str, Any]) -> None:
+    if name.startswith("npu::") and not _has(name, "CPU"):
+        raise NotImplementedError(
+            f"{name} is not simulated: write a reference kernel that checks what its "
+            "documentation asks for"
+        )
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    if is_random and "dropout_p" not in {argument.name for argument in func._schema.arguments}:
+        raise NotImplementedError(
+            f"{name}: random numbers on a device are not simulated; draw them on the host"
+        )
+
+
+def run_now(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """Run an operation on the CPU's names of its tensors."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def down(value: Any) -> Any:
+        if not is_npu(value):
+            return value
+        renamed = alias(value)
+        seen[id(renamed)] = value
+        return renamed
+
+    def up(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return seen[id(value)] if id(value) in seen else to_npu(value, device)
+
+    renamed_args, renamed_kwargs = tree_map(down, args), tree_map(down, kwargs)
+    return tree_map(up, func(*renamed_args, **renamed_kwargs))
