@@ -4,8 +4,13 @@ The names below are the whole public surface. They are loaded on first use (PEP 
 importing a config or an error never imports torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# torch would import torch_npu by itself, and fail with it where CANN is not loaded. Here that is
+# done by the backend alone, which says in one sentence what is missing.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 if TYPE_CHECKING:
     from engine.backends.ascend_checks import check_ascend as check_ascend

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.backends.npu_environment import without_torch_npu
 from engine.chat_template import ChatTemplate, Message, without_surrogates
 from engine.config import ChatConfig, EngineConfig
 from engine.errors import ConfigError, RequestError, RequestErrorCode
@@ -188,7 +189,11 @@ class PretrainedTokenizer(Tokenizer):
     """
 
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
-        from transformers import AutoTokenizer
+        with without_torch_npu():
+            from transformers import AutoTokenizer
+            from transformers.utils import is_torch_npu_available
+
+            is_torch_npu_available()  # it remembers the answer
 
         super().__init__(vocab_size=source.vocab_size, chat=config.chat)
         folder = config.tokenizer_path or config.model_path

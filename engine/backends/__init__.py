@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from engine.backends.cann import read_installation
-from engine.backends.npu_environment import hide_torch_npu, is_installed
+from engine.backends.npu_environment import is_installed
 from engine.errors import ConfigError
 
 # Facts of an installation are asked for where torch cannot be imported.
@@ -61,8 +61,6 @@ def _load_best() -> "DeviceBackend":
 
 
 def _load(device: str) -> "DeviceBackend":
-    if device != "npu":
-        hide_torch_npu()
     module = import_module(f"engine.backends.{device}")
     backend: DeviceBackend = getattr(module, _CLASS_OF[device])()
     return backend

@@ -237,9 +237,14 @@ def _check_hccl(machine: _Machine) -> Finding | None:
         return None
     names = ("HCCL_IF_IP", "HCCL_BUFFSIZE", "HCCL_OP_EXPANSION_MODE", "HCCL_DETERMINISTIC")
     given = {name: machine.environment[name] for name in names if machine.environment.get(name)}
-    problems = [problem for name, value in given.items() if (problem := _hccl_problem(name, value))]
+    problems = {
+        name: problem for name, value in given.items() if (problem := _hccl_problem(name, value))
+    }
     if problems:
-        return Finding.error("hccl environment", "; ".join(problems), "correct or unset them")
+        # Of these a newer CANN may know more values, and one that it does not know it passes over.
+        is_harmless = problems.keys() <= {"HCCL_OP_EXPANSION_MODE", "HCCL_DETERMINISTIC"}
+        make = Finding.warning if is_harmless else Finding.error
+        return make("hccl environment", "; ".join(problems.values()), "correct or unset them")
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
     return Finding.ok("hccl environment", shown or "nothing is set, HCCL takes its own defaults")
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 from engine.backends import load_backend
 from engine.backends.cann import read_installation
 from engine.backends.finding import Finding
+from engine.errors import TokenmillError
 
 _GIB = 1 << 30
 _KINDS = ("cpu", "cuda", "npu")
@@ -124,12 +125,19 @@ def _ask(kind: str) -> None:
 def _main(wanted: Sequence[str]) -> None:
     # torch_npu without a card is no device that is broken.
     has_npu = bool(read_installation().device_files) or "npu" in wanted
+    said = set()
     for kind in [kind for kind in _KINDS if kind != "npu" or has_npu]:
         _say(begin=kind)
         try:
             _ask(kind)
         except Exception as error:  # noqa: BLE001 - a driver may raise anything, which is the answer
-            _say(kind=kind, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            text = " ".join(str(error).split())
+            if not isinstance(error, TokenmillError):
+                text = f"{type(error).__name__}: {text}"
+            # What breaks torch breaks every kind, and is said once.
+            if text not in said:
+                _say(kind=kind, error=text)
+            said.add(text)
 
 
 if __name__ == "__main__":

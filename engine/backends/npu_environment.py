@@ -7,9 +7,10 @@ environment variables, and torch_npu's.
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from importlib import import_module
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any
 
 from engine.backends.cann import missing_environment_sentence, read_installation
@@ -46,18 +47,27 @@ def reason_without_graphs(environment: MutableMapping[str, str] | None = None) -
 
 
 def is_installed() -> bool:
-    """Tell whether there is a torch_npu, hidden or not, without importing it."""
-    return sys.modules.get("torch_npu") is not None or PathFinder.find_spec("torch_npu") is not None
+    """Tell whether there is a torch_npu, without importing it."""
+    return "torch_npu" in sys.modules or find_spec("torch_npu") is not None
 
 
-def hide_torch_npu() -> None:
-    """Let this process do without torch_npu, which libraries would else import on the side.
+@contextmanager
+def without_torch_npu() -> Iterator[None]:
+    """Let libraries that are imported in this context find no torch_npu.
 
-    transformers imports it when it finds it, and fails with it where CANN is absent.
+    transformers imports torch_npu wherever it finds it: where CANN is absent that fails, and where
+    it is not, it would come before its environment is ready. What transformers has looked for it
+    remembers, and of what it does with an NPU nothing is used here.
     """
-    if "torch_npu" not in sys.modules and is_installed():
-        # Python's own way: None stands for a module that cannot be found.
-        sys.modules["torch_npu"] = None  # type: ignore[assignment]
+    if "torch_npu" in sys.modules:
+        yield
+        return
+    # Python's own way: None stands for a module that cannot be found.
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch_npu"]
 
 
 def load_torch_npu() -> Any:
@@ -68,11 +78,9 @@ def load_torch_npu() -> Any:
     """
     if not is_installed():
         raise ConfigError(
-            f"engine.device is 'npu', but torch_npu is not installed in {sys.prefix}; install it "
+            f"device npu cannot be used, for torch_npu is not installed in {sys.prefix}; install it "
             f"with `{_INSTALL}`"
         )
-    if sys.modules.get("torch_npu", ...) is None:  # hidden for an engine that was here before
-        del sys.modules["torch_npu"]
     prepare_environment()
     try:
         return import_module("torch_npu")
@@ -82,7 +90,7 @@ def load_torch_npu() -> Any:
 
 def _failed_import(error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    found = f"engine.device is 'npu', but torch_npu cannot be loaded: {reason}"
+    found = f"device npu cannot be used, for torch_npu cannot be loaded: {reason}"
     if "Two accelerators" in reason:
         return (
             f"{found}; in this environment torch is built for another device: install the torch "

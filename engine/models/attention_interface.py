@@ -7,12 +7,15 @@ in one process do not meet.
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from engine.backends.attention_metadata import AttentionOptions
+from engine.backends.npu_environment import without_torch_npu
 from engine.errors import ConfigError
 from engine.layers.paged_attention import PagedAttention
+
+with without_torch_npu():
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION_NAME = "tokenmill_paged"
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.errors import WorkerFailure
+from engine.layers.pending_step import Answered, PendingStep
 from engine.logprobs import ScoredPart, TokenLogprob
 from engine.messages import NewRequest, SamplerSpec, ScheduleBatch, StepDone, WorkerTimings
 from engine.model_source import MOCK_EOS_TOKEN_ID
-from engine.worker.runner import Answered, PendingStep, Runner
+from engine.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      ."

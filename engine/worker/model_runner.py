@@ -16,18 +16,18 @@ from engine.layers.device_sampler import sample_on_device, sampling_arrays
 from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
 from engine.layers.last_tokens import LastTokens
 from engine.layers.logits import needs_history
-from engine.layers.logprobs import score
 from engine.layers.model_input import ModelInput, SlotTable
+from engine.layers.model_step import ModelStep
+from engine.layers.pending_step import PendingStep
 from engine.layers.sampler import sample
 from engine.layers.slot import Slot
-from engine.logprobs import ScoredPart, TokenLogprob
+from engine.layers.step_scores import StepScores, asking_rows, score_step
 from engine.messages import ScheduleBatch, StartWorker
 from engine.model_source import ModelSource
 from engine.models import load_model
 from engine.parallel import ParallelGroup, Rendezvous
-from engine.worker.model_step import ModelStep
 from engine.worker.row_check import check_rows
-from engine.worker.runner import PendingStep, Runner
+from engine.worker.runner import Runner
 
 _GIB = 1 << 30
 
@@ -160,16 +160,14 @@ class ModelRunner(Runner):
         with self._backend.computing():
             logits = self._forward(step)
             computed_at = time.perf_counter()
-            asked = [
-                row for row, slot in enumerate(step.sampling) if slot.sampler.logprobs is not None
-            ]
-            raw = logits[asked] if asked else logits[:0]  # a copy: sampling changes the logits
+            asking = asking_rows(step)
+            raw = logits[asking] if asking else logits[:0]  # a copy: sampling changes the logits
             fetched = self._backend.fetch(self._sample(logits[:count], step))
         launched = ModelStep(
             batch.step_id,
             step,
             fetched,
-            lambda token_ids: self._score(raw, asked, token_ids, logits[count:], step),
+            lambda drawn: self._score(raw, logits[count:], step, drawn),
             previous=self._newest,
         )
         launched.started_at, launched.prepared_at = started_at, prepared_at
@@ -216,25 +214,12 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def _score(
-        self,
-        raw: torch.Tensor,
-        asked: list[int],
-        token_ids: list[int],
-        prompt_logits: torch.Tensor,
-        step: ModelInput,
-    ) -> tuple[dict[int, TokenLogprob], dict[int, ScoredPart]]:
-        """Return the log probabilities of drawn tokens and of prompt tokens, by uid."""
+        self, raw: torch.Tensor, prompt_logits: torch.Tensor, step: ModelInput, drawn: list[int]
+    ) -> StepScores:
         if self._group.rank > 0:
-            return {}, {}
-        slots = step.sampling
+            return {}, {}  # only rank 0's answer counts
         with self._backend.computing():
-            scores = score(
-                raw,
-                [token_ids[row] for row in asked],
-                [slots[row].sampler.logprobs or 0 for row in asked],
-            )
-            parts = _score_prompts(prompt_logits, step)
-        return {slots[row].uid: found for row, found in zip(asked, scores, strict=True)}, parts
+            return score_step(raw, prompt_logits, step, drawn)
 
     def forget_all(self) -> None:
         """Forget every request."""
@@ -255,19 +240,6 @@ class ModelRunner(Runner):
             self._model.attention.bind_caches(())
             del self._model
         self._group.leave()
-
-
-def _score_prompts(logits: torch.Tensor, step: ModelInput) -> dict[int, ScoredPart]:
-    """Return the log probabilities of prompt tokens by uid; the logits are theirs, in order."""
-    parts: dict[int, ScoredPart] = {}
-    start = 0
-    for span in step.scored:
-        count = len(span.token_ids)
-        num_top = span.slot.sampler.prompt_logprobs or 0
-        found = score(logits[start : start + count], span.token_ids, [num_top] * count)
-        parts[span.slot.uid] = ScoredPart(span.start, found)
-        start += count
-    return parts
 
 
 def share_of_threads(num_threads: int | None, world_size: int) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, TokenmillError
+from engine.errors import ConfigError, TokenmillError, WorkerFailure
+from engine.layers.pending_step import PendingStep
 from engine.messages import (
     AllocateCache,
     CacheAllocated,
@@ -26,7 +27,7 @@ from engine.messages import (
 )
 from engine.worker.channel import Channel, ChannelClosedError
 from engine.worker.mock import MockRunner
-from engine.worker.runner import PendingStep, Runner
+from engine.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.0002
@@ -161,7 +162,10 @@ def serve(channel: Channel) -> None:
             # A step is launched before the one before it is awaited: the device is not to be idle.
             following = worker.launch(message) if isinstance(message, ScheduleBatch) else None
             if launched is not None:
-                channel.send(worker.finish(launched))
+                answer = worker.finish(launched)
+                channel.send(answer)
+                if isinstance(answer, StepFailed) and following is not None:
+                    following = _Launched(following.step_id, _in_vain(following.step_id))
             launched = following
             if following is not None:
                 continue
@@ -172,6 +176,13 @@ def serve(channel: Channel) -> None:
         logger.info("the main process is gone")
     finally:
         worker.close()
+
+
+def _in_vain(step_id: int) -> StepFailed:
+    """Return the answer to a step that was launched on what a failed one has left behind."""
+    return StepFailed(
+        step_id=step_id, kind=WorkerFailure.OTHER.value, message="the step before it failed"
+    )
 
 
 def _comes_before(inbox: "SimpleQueue[ToWorker | None]", launched: _Launched) -> bool:

@@ -1,8 +1,8 @@
 """What fused decoder layers gain on the CPU: decode steps of the demo's model, with and without.
 
 `python tests/bench/fused_layers.py` runs both kinds in one process, in turn, so that what else the
-machine does falls on both, and prints the time of a step with the layers of transformers over that
-with fused ones. `make demo` makes the model.
+machine does falls on both, and prints the processor time of a step with the layers of transformers
+over that with fused ones. `make demo` makes the model.
 """
 
 import argparse
@@ -120,10 +120,10 @@ def _time(model: LoadedModel, step: Step) -> float:
         seq_lens_tensor=torch.full((step.batch,), total, dtype=torch.int32),
     )
     last = torch.arange(step.num_new - 1, len(positions), step.num_new)
-    started = time.perf_counter()
+    started = time.process_time()
     with model.attention.step(metadata):
         model.logits(torch.ones_like(positions), positions, last)
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 if __name__ == "__main__":

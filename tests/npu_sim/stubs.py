@@ -1,5 +1,7 @@
-"""Libraries that a linker takes for CANN's: our simulated ACL, and for the rest functions that do
-nothing and return 0. Which functions are wanted is read in the torch_npu wheel itself.
+"""Libraries that a linker takes for CANN's.
+
+They are our simulated ACL, and for the rest functions that do nothing and return 0. Which ones are
+wanted is read in the torch_npu wheel itself.
 """
 
 import importlib.util

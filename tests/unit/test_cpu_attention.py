@@ -1,29 +1,23 @@
 """The CPU's attention kernels against the plain reference, over every kind of step."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import (
+    OPTIONS,
+    STEPS,
+    TOLERANCE,
+    assert_equals_reference,
+    assert_reads_only_its_own_blocks,
+    make_case,
+)
 
 from engine.backends import load_backend
-from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
 from engine.backends.base import DeviceBackend
 from engine.backends.reference import causal_mask, reference_attention
 from engine.errors import ConfigError, WorkerFailure
-
-# (tokens in this step, tokens in all) of each request.
-DECODE = [(1, 1), (1, 17), (1, 100), (1, 33)]
-PREFILL = [(20, 20), (2, 2), (33, 33)]
-CHUNKS = [(5, 30), (16, 48), (7, 100), (2, 18)]
-STEPS = {
-    "decode": DECODE,
-    "prefill": PREFILL,
-    "chunks": CHUNKS,
-    "mixed": [DECODE[1], CHUNKS[0], DECODE[2], PREFILL[0], CHUNKS[1], DECODE[0]],
-}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
@@ -35,79 +29,9 @@ def backend() -> Iterator[DeviceBackend]:
     torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    query: torch.Tensor
-    caches: tuple[torch.Tensor, torch.Tensor]
-    metadata: AttentionMetadata
-    options: AttentionOptions
-
-
-def make_case(
-    lens: list[tuple[int, int]],
-    dtype: torch.dtype,
-    *,
-    block_size: int = 16,
-    heads: tuple[int, int] = (6, 2),
-    widths: tuple[int, int] = (32, 32),
-    has_sinks: bool = False,
-    **options: Any,
-) -> Case:
-    """Return random queries over a pool whose blocks are strewn and full of other values."""
-    generator = torch.Generator().manual_seed(0)
-    num_heads, num_kv_heads = heads
-    counts = [-(-seq_len // block_size) for _, seq_len in lens]
-    num_blocks = sum(counts) + 3
-    strewn = torch.randperm(num_blocks, generator=generator).tolist()
-    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-    for row, count in enumerate(counts):
-        tables[row, :count] = torch.tensor([strewn.pop() for _ in range(count)])
-    caches = tuple(
-        torch.randn(num_blocks, block_size, num_kv_heads, width, generator=generator).to(dtype)
-        for width in widths
-    )
-    query = torch.randn(sum(n for n, _ in lens), num_heads, widths[0], generator=generator)
-    return Case(
-        query=query.to(dtype),
-        caches=(caches[0], caches[1]),
-        metadata=AttentionMetadata(
-            query_lens=[n for n, _ in lens],
-            seq_lens=[seq_len for _, seq_len in lens],
-            slot_mapping=torch.zeros(0, dtype=torch.int64),
-            block_tables=tables,
-            seq_lens_tensor=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32),
-        ),
-        options=AttentionOptions(
-            scale=widths[0] ** -0.5,
-            sinks=torch.randn(num_heads, generator=generator) if has_sinks else None,
-            **options,
-        ),
-    )
-
-
-def assert_equals_reference(backend: DeviceBackend, case: Case) -> None:
-    arguments = (case.query, case.caches, case.metadata, case.options)
-    found, wanted = backend.attention(*arguments), reference_attention(*arguments)
-    assert found.dtype == case.query.dtype
-    assert found.shape == wanted.shape
-    tolerance = TOLERANCE[case.query.dtype]
-    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sliding_window": 8},
-        {"sliding_window": 1000},
-        {"softcap": 2.0},
-        {"has_sinks": True},
-        {"sliding_window": 5, "softcap": 3.0, "has_sinks": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_kind_of_step_equals_the_reference(
     backend: DeviceBackend, step: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -138,20 +62,7 @@ def test_large_scores_overflow_nothing(backend: DeviceBackend, dtype: torch.dtyp
 
 
 def test_a_request_reads_no_block_but_its_own(backend: DeviceBackend) -> None:
-    case = make_case(STEPS["mixed"], torch.float32)
-    arguments = (case.query, case.caches, case.metadata, case.options)
-    before = backend.attention(*arguments)
-    size = case.caches[0].shape[1]
-    used = {
-        int(slot)
-        for table, seq_len in zip(case.metadata.block_tables, case.metadata.seq_lens, strict=True)
-        for position in range(seq_len)
-        for slot in [table[position // size] * size + position % size]
-    }
-    for cache in case.caches:
-        flat = cache.view(-1, *cache.shape[2:])
-        flat[[slot for slot in range(len(flat)) if slot not in used]] = float("nan")
-    assert torch.equal(backend.attention(*arguments), before)
+    assert_reads_only_its_own_blocks(backend, make_case(STEPS["mixed"], torch.float32))
 
 
 def test_the_reference_itself_equals_attention_written_out() -> None:

@@ -50,3 +50,21 @@ def test_resolved_job_stays_what_it_is_in_another_folder(
     config = resolve(job(job_id="a"))
     monkeypatch.chdir("/")
     assert resolve(config) == config
+
+
+def test_traces_that_are_asked_for_lie_in_the_folder_of_the_job(tmp_path: Path):
+    engine = {
+        "model_path": "none", "device": "mock", "log_dir": "logs/workers",
+        "runtime": {"profile_steps": [3, 2]},
+    }  # fmt: skip
+    config = resolve(job(job_id="a", engine=engine))
+    assert config.engine.runtime.profile_dir == tmp_path / "runs" / "a" / "profile"
+    assert config.engine.runtime.profile_steps == (3, 2)
+    elsewhere = engine | {"runtime": {"profile_steps": [3, 2], "profile_dir": "traces"}}
+    assert resolve(job(engine=elsewhere)).engine.runtime.profile_dir == tmp_path / "traces"
+
+
+def test_cache_is_one_folder_for_all_jobs_from_wherever_they_are_resumed(tmp_path: Path):
+    engine = {"model_path": "none", "device": "mock", "cache_dir": ".cache/tokenmill"}
+    assert resolve(job(engine=engine)).engine.cache_dir == tmp_path / ".cache" / "tokenmill"
+    assert resolve(job()).engine.cache_dir is None

@@ -23,7 +23,6 @@ from engine.messages import NewRequest, Running, SamplerSpec, ScheduleBatch
 SAMPLER = SamplerSpec(
     temperature=0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sampling_key=0, sample_index=0
 )
-SECOND_US = 1e6
 
 
 def new(uid: int, num_tokens: int, num_scheduled: int, num_computed: int = 0) -> NewRequest:
@@ -325,6 +324,7 @@ class Backend(CpuBackend):
 profiler = StepProfiler(Backend(), Path(sys.argv[1]), range(1), rank=0)
 with profiler.step(ScheduleBatch(step_id=0, new=[], running=[], preempted=[], finished=[])):
     pass
+profiler.close()
 """
 
 
@@ -342,23 +342,22 @@ def test_worker_that_is_killed_while_it_writes_leaves_no_half_trace(tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"log_dir": "/job/logs"}, "/job/profile"),
-        ({"log_dir": "/job/logs", "runtime": {"profile_dir": "/traces"}}, "/traces"),
-        ({}, "tokenmill-profile"),
+        ({"log_dir": "job/logs"}, "job/profile"),
+        ({"log_dir": "job/logs", "profile_dir": "traces"}, "traces"),
+        ({}, "temporary/tokenmill-profile"),
     ],
 )
 def test_traces_go_where_the_settings_say_else_beside_the_logs(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], wanted: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], wanted: str
 ) -> None:
-    made: list[Path] = []
-    monkeypatch.setattr(Path, "mkdir", lambda path, **_: made.append(path))
-    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda **_: pytest.fail("not made"))
-    runtime = settings.pop("runtime", {}) | {"profile_steps": [0, 1]}
-    config = EngineConfig.model_validate({"model_path": "none", "runtime": runtime, **settings})
-    profiler = StepProfiler.of(config, CpuBackend(), rank=0)
-    with pytest.raises(pytest.fail.Exception), profiler.step(batch(0)):
-        pass
-    assert str(made[0]).endswith(wanted)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    folders = {name: tmp_path / folder for name, folder in settings.items()}
+    runtime = {"profile_steps": [0, 1], "profile_dir": folders.get("profile_dir")}
+    config = EngineConfig.model_validate(
+        {"model_path": "none", "log_dir": folders.get("log_dir"), "runtime": runtime}
+    )
+    run_step(StepProfiler.of(config, CpuBackend(), rank=0), batch(0, new(1, 1, 1)))
+    assert len(steps_of(tmp_path / wanted)) == 1
 
 
 @pytest.mark.parametrize("steps", [[-1, 1], [0, 0], [0, 65], [1], [0, 1, 2], 3])

@@ -6,11 +6,12 @@ from typing import Any
 
 def start() -> None:
     """Simulate for this thread from now on, and for every thread that is started later."""
-    from npu_simulator import collectives, reference_kernels
+    from npu_simulator import collectives, graphs, reference_kernels
     from npu_simulator.mode import SimulatedNpu
 
     reference_kernels.register()
     collectives.install()
+    graphs.install()
     SimulatedNpu().__enter__()
     plain_run = threading.Thread.run
 

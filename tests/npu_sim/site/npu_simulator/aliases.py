@@ -23,9 +23,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return what a kernel has computed as a tensor of a simulated device."""
-    result = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-    )
+    result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if tensor.numel() > 0:
         alias(result).copy_(tensor)
     return result

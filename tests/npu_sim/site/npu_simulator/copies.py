@@ -11,9 +11,7 @@ def copy(
     func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     """Copy as a device does it: bytes go over as they are, and are arranged on the device."""
-    if is_npu(target) and is_npu(source):
-        alias(target).copy_(alias(source))
-    elif _is_alike(target, source):
+    if _is_alike(target, source):
         func(target, source, non_blocking)
     elif is_npu(target):
         staged = torch.empty(source.shape, dtype=source.dtype, device=target.device)

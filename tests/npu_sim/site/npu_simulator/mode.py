@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from npu_simulator import collectives, graphs
-from npu_simulator.aliases import alias, is_npu, to_npu
+from npu_simulator import collectives
+from npu_simulator.aliases import is_npu
 from npu_simulator.copies import copy
+from npu_simulator.graphs import graphs
 from npu_simulator.recorder import recorder
 
 # What the wheel's own C++ does without a kernel of CANN.
@@ -54,7 +55,7 @@ class SimulatedNpu(TorchDispatchMode):
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
-        if name == "aten::copy_":
+        if name == "aten::copy_" and not (is_npu(args[0]) and is_npu(args[1])):
             return copy(func, *args, **kwargs)
         return _run(func, args, kwargs, device)
 
@@ -125,23 +126,3 @@ def _check_covered(func: Any, name: str, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name}: random numbers on a device are not simulated; draw them on the host"
         )
-
-
-def run_now(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Run an operation on the CPU's names of its tensors."""
-    seen: dict[int, torch.Tensor] = {}
-
-    def down(value: Any) -> Any:
-        if not is_npu(value):
-            return value
-        renamed = alias(value)
-        seen[id(renamed)] = value
-        return renamed
-
-    def up(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return seen[id(value)] if id(value) in seen else to_npu(value, device)
-
-    renamed_args, renamed_kwargs = tree_map(down, args), tree_map(down, kwargs)
-    return tree_map(up, func(*renamed_args, **renamed_kwargs))

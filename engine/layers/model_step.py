@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 from engine.backends.base import Fetched
 from engine.layers.model_input import ModelInput
-from engine.logprobs import ScoredPart, TokenLogprob
+from engine.layers.pending_step import PendingStep
+from engine.layers.step_scores import StepScores
 from engine.messages import StepDone, WorkerTimings
-from engine.worker.runner import PendingStep
 
-# From the drawn tokens to the log probabilities of those, and of prompt tokens, by uid.
-Score = Callable[[list[int]], tuple[dict[int, TokenLogprob], dict[int, ScoredPart]]]
+Score = Callable[[list[int]], StepScores]  # of the tokens that were drawn
 
 
 class ModelStep(PendingStep):
