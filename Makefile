@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup format lint types layers test test-unit test-integration docs-check check demo image clean
+.PHONY: help setup format lint types layers test test-unit test-integration npu-sim docs-check check demo image clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -61,6 +61,12 @@ test-unit: $(STAMP) ## Run the tests that need no process, database or model; un
 test-integration: $(STAMP) ## Run the tests with real processes, databases and models.
 	@$(BIN)/python -m pytest -m "$(INTEGRATION)"
 
+npu-sim: $(STAMP) ## Run the NPU path on simulated devices; needs gcc, see tests/npu_sim/README.md.
+	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
+	    $(BIN)/python -m pytest tests/npu_sim
+	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
+	    $(BIN)/python -m pytest tests/device --device npu
+
 docs-check: $(STAMP) ## Check what the documents say: links, files, commands, job files, Python.
 	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
@@ -80,5 +86,5 @@ image: ## Build the image of docker/Dockerfile; needs Docker. docker/compose.yml
 	docker build -f docker/Dockerfile $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") -t tokenmill .
 
 clean: ## Remove .venv, the demo's files and all caches; runs/ with your jobs stays.
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DEMO) .npu-sim build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find engine flows tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -217,6 +217,7 @@ class EngineLoop:
         timings = reply.timings
         stats = self.stats.step_done(
             num_sampled_tokens=sum(update.token_id is not None for update in updates),
+            is_graph_replay=reply.is_graph_replay,
             worker_prepare_seconds=timings.prepare_seconds,
             worker_forward_seconds=timings.forward_seconds,
             worker_sample_seconds=timings.sample_seconds,

@@ -36,6 +36,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_sampled_tokens: int
     num_preempted: int
     num_free_blocks: int
+    is_graph_replay: bool
     schedule_seconds: float
     execute_seconds: float
     worker_prepare_seconds: float
@@ -47,11 +48,14 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True):
     """One run, or one shard of it: sums over its steps, and wall seconds by bucket.
 
     busy_seconds is the time with at least one step in flight. num_computed_tokens counts every
-    token of every step, those computed again after a preemption included.
+    token of every step, those computed again after a preemption included. Of num_decode_steps, in
+    which no prompt was computed, the device replayed num_graph_steps as captured graphs.
     """
 
     num_steps: int = 0
     num_failed_steps: int = 0
+    num_decode_steps: int = 0
+    num_graph_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -137,6 +141,8 @@ class StatsCollector:
         self._total = self._total.plus(
             RunStats(
                 num_steps=1,
+                num_decode_steps=int(not step.num_prefill_tokens),
+                num_graph_steps=int(step.is_graph_replay),
                 num_output_tokens=step.num_sampled_tokens,
                 num_computed_tokens=step.num_prefill_tokens + step.num_decode_tokens,
                 num_preemptions=step.num_preempted,

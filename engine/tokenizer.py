@@ -191,7 +191,7 @@ class PretrainedTokenizer(Tokenizer):
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
         with without_torch_npu():
             from transformers import AutoTokenizer
-            from transformers.utils import is_torch_npu_available
+            from transformers.utils.import_utils import is_torch_npu_available
 
             is_torch_npu_available()  # it remembers the answer
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphed_cpu import GraphedCpu
 
 from engine.backends.base import Array, Fetched
 from engine.backends.cpu import CpuBackend
@@ -67,6 +68,10 @@ class LateDevice(CpuBackend):
         return LateNumbers(self, tensor, self._num_asks)
 
 
+class GraphedLateDevice(LateDevice, GraphedCpu):
+    """A late device that replays decode steps."""
+
+
 class ThreadOfWorker:
     """A worker in a thread, with what WorkerProcess asks of a process."""
 
@@ -88,9 +93,8 @@ class ThreadOfWorker:
 
 
 @contextmanager
-def late_device(num_asks: int = 20) -> Iterator[LateDevice]:
+def late_device(device: LateDevice) -> Iterator[LateDevice]:
     """Make every engine of device cpu that is opened here run on one late device."""
-    device = LateDevice(num_asks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.worker.model_runner.load_backend", lambda name: device)
         patch.setattr(WorkerProcess, "_spawn", _spawn)

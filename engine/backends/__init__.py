@@ -2,7 +2,6 @@
 
 import logging
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from engine.backends.cann import read_installation
@@ -54,8 +53,6 @@ def _load_best() -> "DeviceBackend":
         else:
             if npu.count_devices() > 0:
                 return npu
-    if find_spec("engine.backends.cuda") is None:
-        return _load("cpu")
     cuda = _load("cuda")
     return cuda if cuda.count_devices() > 0 else _load("cpu")
 

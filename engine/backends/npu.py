@@ -36,7 +36,7 @@ from engine.backends.npu_environment import load_torch_npu, reason_without_graph
 from engine.backends.npu_errors import NpuTrouble, read_trouble
 from engine.backends.npu_graphs import GraphCapture
 from engine.backends.transfers import StreamTransfers
-from engine.errors import ConfigError, WorkerFailure
+from engine.errors import ConfigError, WorkerError, WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,18 @@ class NpuBackend(DeviceBackend):
 
         Raises:
             ConfigError: its chip lacks the kernels.
+            WorkerError: the driver does not give it.
         """
         self._visible.check(device_id, self.count_devices())
-        self._npu.set_device(device_id)
-        self._chip = str(self._npu.get_device_name(device_id))
-        warning = check_chip(self._chip)
-        if warning is not None:
+        try:
+            self._npu.set_device(device_id)
+            self._chip = str(self._npu.get_device_name(device_id))
+        except RuntimeError as error:
+            raise WorkerError(
+                f"npu {device_id} cannot be bound: {self.explain_error(error)}",
+                failure=WorkerFailure.START_FAILED,
+            ) from error
+        if (warning := check_chip(self._chip)) is not None:
             logger.warning("npu: %s", warning)
         # Kernels of CANN's own, not compiled for every new shape; A2 and A3 have them for all.
         self._npu.set_compile_mode(jit_compile=False)

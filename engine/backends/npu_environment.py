@@ -28,6 +28,7 @@ _DEFAULTS = {
     "TASK_QUEUE_ENABLE": "1",
 }
 _INSTALL = "pip install tokenmill[npu]"
+_CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
 def prepare_environment(environment: MutableMapping[str, str] | None = None) -> None:
@@ -94,7 +95,7 @@ def _failed_import(error: Exception) -> str:
     if "Two accelerators" in reason:
         return (
             f"{found}; in this environment torch is built for another device: install the torch "
-            f"for the CPU beside torch_npu (`{_INSTALL}`), or set engine.device to cuda"
+            f"for the CPU beside torch_npu (`{_INSTALL} {_CPU_INDEX}`), or set engine.device to cuda"
         )
     installation = read_installation()
     sentence = missing_environment_sentence(installation)

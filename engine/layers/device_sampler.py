@@ -88,8 +88,9 @@ def _draw(
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1]
     target = tensors["uniform"] * total
-    # Below the total when the product rounds up to it, so that there is a token to take.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    # Below the total when the product rounds up to it, so that there is a token to take. This is
+    # the float32 before the total; NPUs have no kernel of nextafter.
+    target = torch.minimum(target, total * (1 - 2**-24))
     return (cumulative <= target[:, None]).sum(dim=-1)
 
 

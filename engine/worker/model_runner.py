@@ -12,6 +12,7 @@ from engine.backends.base import Array
 from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.decode_graphs import DecodeGraphs, GraphLimits, count_spare_blocks
 from engine.layers.device_sampler import sample_on_device, sampling_arrays
 from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
 from engine.layers.last_tokens import LastTokens
@@ -76,6 +77,7 @@ class ModelRunner(Runner):
         if not self._backend.is_host:
             self._last_tokens = LastTokens(config.scheduler.max_num_seqs, self._backend.device)
         self._newest: ModelStep | None = None  # of the steps that were launched
+        self._graphs: DecodeGraphs | None = None
 
     def _check_memory(self, world_size: int) -> None:
         cache = self._config.cache
@@ -128,9 +130,12 @@ class ModelRunner(Runner):
         logits.float().softmax(dim=-1).cumsum(dim=-1)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV pool and run one small step of each kind, which compiles kernels."""
+        """Allocate the KV pool, run one small step of each kind, and capture graphs."""
+        has_graphs = self._backend.has_graphs and not self._config.enforce_eager
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        num_spare = count_spare_blocks(max_num_seqs, self.block_size) if has_graphs else 0
         caches = allocate_pool(
-            num_blocks,
+            num_blocks + num_spare,
             self.block_size,
             self._model.kv_layouts,
             self._model.dtype,
@@ -145,6 +150,15 @@ class ModelRunner(Runner):
                 block_size=self.block_size,
                 num_tokens=min(num_blocks * self.block_size // 2, self._source.max_model_len),
             )
+        if has_graphs:
+            limits = GraphLimits(
+                max_num_seqs=max_num_seqs,
+                max_model_len=self._source.max_model_len,
+                block_size=self.block_size,
+                num_blocks=num_blocks,
+            )
+            self._graphs = DecodeGraphs(self._backend, self._forward, limits)
+            self._graphs.capture()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> PendingStep:
@@ -158,7 +172,10 @@ class ModelRunner(Runner):
         prepared_at = time.perf_counter()
         count = len(step.sampling)
         with self._backend.computing():
-            logits = self._forward(step)
+            if self._last_tokens is not None:
+                self._last_tokens.feed(step)
+            replayed = self._graphs.replay(step) if self._graphs is not None else None
+            logits = self._forward(step) if replayed is None else replayed
             computed_at = time.perf_counter()
             asking = asking_rows(step)
             raw = logits[asking] if asking else logits[:0]  # a copy: sampling changes the logits
@@ -171,6 +188,7 @@ class ModelRunner(Runner):
             previous=self._newest,
         )
         launched.started_at, launched.prepared_at = started_at, prepared_at
+        launched.is_graph_replay = replayed is not None
         if self._backend.is_host:
             launched.computed_at = computed_at
             launched.result()
@@ -180,8 +198,6 @@ class ModelRunner(Runner):
 
     def _forward(self, step: ModelInput) -> torch.Tensor:
         """Return the logits that the step asks for, [rows, V]."""
-        if self._last_tokens is not None:
-            self._last_tokens.feed(step)
         with self._model.attention.step(step.attention):
             return self._model.logits(step.input_ids, step.positions, step.logit_rows)
 
@@ -235,7 +251,10 @@ class ModelRunner(Runner):
         return self._backend.explain_error(error)
 
     def close(self) -> None:
-        """Let go of the pool and of the model."""
+        """Let go of the graphs, of the pool and of the model."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
         if hasattr(self, "_model"):
             self._model.attention.bind_caches(())
             del self._model

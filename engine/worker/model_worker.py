@@ -68,7 +68,7 @@ class ModelWorker:
             logger.exception("worker cannot start")
             return StartFailed(
                 is_config_error=isinstance(error, ConfigError),
-                message=str(error) if isinstance(error, TokenmillError) else repr(error),
+                message=self._in_words(error),
             )
         seconds = time.perf_counter() - started
         logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
@@ -92,7 +92,7 @@ class ModelWorker:
             is_config_error = isinstance(error, ConfigError)
             return StartFailed(
                 is_config_error=is_config_error,
-                message=str(error) if is_config_error else f"no KV cache: {error!r}",
+                message=("" if is_config_error else "no KV cache: ") + self._in_words(error),
             )
         return CacheAllocated(warmup_seconds=time.perf_counter() - started)
 
@@ -112,6 +112,11 @@ class ModelWorker:
             return launched.step.result()
         except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
             return self._failure(launched.step_id, error)
+
+    def _in_words(self, error: Exception) -> str:
+        if isinstance(error, TokenmillError):
+            return str(error)
+        return repr(error) if self._runner is None else self._runner.explain_error(error)
 
     def _failure(self, step_id: int, error: Exception) -> StepFailed:
         assert self._runner is not None

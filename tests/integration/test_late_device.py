@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_device import GraphedLateDevice, LateDevice, late_device
+from tiny_model import open_engine, save_tiny_llama
 
 from engine import Completion, OfflineInference, SamplingParams, WorkerError, WorkerFailure
-from tests.late_device import LateDevice, late_device
-from tests.tiny_model import open_engine, save_tiny_llama
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device() -> Iterator[LateDevice]:
-    with late_device() as device:
+    with late_device(LateDevice()) as device:
         yield device
 
 
@@ -70,16 +70,22 @@ def answers(engine: OfflineInference, params: SamplingParams) -> list[Completion
         return engine.generate(PROMPTS, params)
 
 
-def asked_for(completions: list[Completion]) -> list[tuple[Any, ...]]:
+def found(completions: list[Completion]) -> list[list[Any]]:
     return [
-        (c.token_ids, c.text, c.finish_reason, c.error, _rounded(c.logprobs)) for c in completions
+        [c.token_ids, c.text, c.finish_reason, c.error, _scores(c.logprobs)] for c in completions
     ]
 
 
-def _rounded(logprobs: Any) -> Any:
-    if logprobs is None:
-        return None
-    return [(each.token_id, round(each.logprob, 4), each.rank) for each in logprobs]
+def wanted(folder: Path, params: SamplingParams) -> list[list[Any]]:
+    """Return what the CPU answers; log probabilities up to rounding."""
+    return [
+        [*rest, [(token, pytest.approx(score, abs=1e-3), rank) for token, score, rank in scores]]
+        for *rest, scores in found(answers(open_engine(folder), params))
+    ]
+
+
+def _scores(logprobs: Any) -> list[tuple[int, float, int]]:
+    return [(each.token_id, each.logprob, each.rank) for each in logprobs or ()]
 
 
 @pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
@@ -88,7 +94,29 @@ def test_rows_get_the_tokens_that_they_get_on_the_cpu(
 ) -> None:
     late = answers(open_late(folder, {}), params)
     assert device.events.count("upload") > 20
-    assert asked_for(late) == asked_for(answers(open_engine(folder), params))
+    assert found(late) == wanted(folder, params)
+
+
+@pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
+def test_replayed_steps_give_the_tokens_of_launched_ones(
+    folder: Path, params: SamplingParams
+) -> None:
+    way = {"scheduler": {"max_num_seqs": 6}}
+    with late_device(GraphedLateDevice()), open_late(folder, way) as engine:
+        replayed = engine.generate(PROMPTS, params)
+        stats = engine.take_stats()
+    assert 0 < stats.num_graph_steps == stats.num_decode_steps < stats.num_steps
+    assert found(replayed) == wanted(folder, params)
+
+
+def test_enforce_eager_captures_nothing(folder: Path) -> None:
+    with late_device(GraphedLateDevice()) as device:
+        config = open_late(folder, {}).config.model_copy(update={"enforce_eager": True})
+        with OfflineInference(config) as engine:
+            engine.generate(PROMPTS, GREEDY)
+            stats = engine.take_stats()
+        assert isinstance(device, GraphedLateDevice)
+        assert device.num_replays == stats.num_graph_steps == 0 < stats.num_decode_steps
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -97,7 +125,7 @@ def test_tokens_do_not_depend_on_how_steps_are_made(
     folder: Path, device: LateDevice, way: dict[str, Any], params: SamplingParams
 ) -> None:
     late = answers(open_late(folder, way), params)
-    assert asked_for(late) == asked_for(answers(open_engine(folder), params))
+    assert found(late) == wanted(folder, params)
     if "preemption" in way or "num_blocks" in way.get("cache", {}):
         assert sum(completion.num_preemptions for completion in late) > 0
 
@@ -139,4 +167,4 @@ def test_steps_that_are_too_large_are_made_smaller_and_no_row_is_lost(
     with open_late(folder, {}) as engine:
         late = engine.generate(PROMPTS, DRAWN)
         assert engine.take_stats().num_failed_steps > 0
-    assert asked_for(late) == asked_for(answers(open_engine(folder), DRAWN))
+    assert found(late) == wanted(folder, DRAWN)

@@ -1,9 +1,8 @@
 """Which backend a device name gives, with stand-ins for devices that are not here."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
@@ -14,14 +13,8 @@ from engine.errors import ConfigError
 AddDevice = Callable[..., None]
 
 
-@pytest.fixture(autouse=True)
-def _untouched_modules() -> Iterator[None]:
-    with patch.dict(sys.modules):
-        yield
-
-
 @pytest.fixture
-def add_device() -> AddDevice:
+def add_device(monkeypatch: pytest.MonkeyPatch) -> AddDevice:
     """Put a module in the place of a backend, with so many devices, or one that fails."""
 
     def add(kind: str, count: int, *, failure: str | None = None) -> None:
@@ -37,9 +30,9 @@ def add_device() -> AddDevice:
 
         module = ModuleType(f"engine.backends.{kind}")
         setattr(module, f"{kind.capitalize()}Backend", StandIn)
-        sys.modules[module.__name__] = module
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         if kind == "npu":
-            sys.modules["torch_npu"] = ModuleType("torch_npu")
+            monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
 
     return add
 

@@ -28,12 +28,15 @@ def schedule(collector: StatsCollector, step_id: int = 0, **counts: int) -> None
     collector.step_scheduled(step_id=step_id, schedule_seconds=0.0, **(defaults | counts))
 
 
-def finish(collector: StatsCollector, num_sampled_tokens: int = 0) -> StepStats:
+def finish(
+    collector: StatsCollector, num_sampled_tokens: int = 0, *, is_graph_replay: bool = False
+) -> StepStats:
     return collector.step_done(
         num_sampled_tokens=num_sampled_tokens,
         worker_prepare_seconds=0.0,
         worker_forward_seconds=0.25,
         worker_sample_seconds=0.0,
+        is_graph_replay=is_graph_replay,
     )
 
 
@@ -48,6 +51,15 @@ def test_every_second_is_charged_to_exactly_one_bucket() -> None:
     buckets.enter(Bucket.LOAD)
     clock.advance(8)
     assert buckets.take() == {"idle": 1, "load": 10, "schedule": 4}
+
+
+def test_hit_rate_of_graphs_counts_steps_without_a_prompt() -> None:
+    collector = StatsCollector(Clock())
+    for num_prefill_tokens, is_graph_replay in [(5, False), (0, True), (0, True), (0, False)]:
+        schedule(collector, num_prefill_tokens=num_prefill_tokens)
+        finish(collector, is_graph_replay=is_graph_replay)
+    stats = collector.take({})
+    assert (stats.num_steps, stats.num_decode_steps, stats.num_graph_steps) == (4, 3, 2)
 
 
 def test_taking_starts_anew_in_the_same_bucket() -> None:
@@ -87,6 +99,7 @@ def test_a_run_is_the_sum_of_its_steps() -> None:
     assert (first.step_id, first.num_sampled_tokens, first.num_prefill_tokens) == (0, 1, 7)
     assert collector.take({"idle": 3.0}) == RunStats(
         num_steps=2,
+        num_decode_steps=1,
         num_prompt_tokens=11,
         num_cached_tokens=4,
         num_output_tokens=3,

@@ -24,8 +24,9 @@ NO_LIBRARY = "libhccl.so: cannot open shared object file: No such file or direct
 
 @pytest.fixture(autouse=True)
 def _untouched_process() -> Iterator[None]:
-    with patch.dict(os.environ), patch.dict(sys.modules):
+    with patch.dict(os.environ):
         yield
+    sys.modules.pop("torch_npu", None)
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_only_the_steps_that_were_asked_for_are_in_the_trace(tmp_path: Path) -> 
 
 
 def test_a_step_says_how_much_of_it_is_prefill_and_how_much_decode(tmp_path: Path) -> None:
-    profiler = StepProfiler(CpuBackend(), tmp_path, range(1, 6), rank=0)
+    profiler = StepProfiler(CpuBackend(), tmp_path, range(1, 7), rank=0)
     run_step(profiler, batch(0, new(1, 3, 3)))
     # Nine tokens in chunks of 4, 4 and 1: the last is prefill though it is one token.
     run_step(profiler, batch(1, new(2, 9, 4), running={1: 1}))
@@ -129,6 +129,7 @@ def test_a_step_says_how_much_of_it_is_prefill_and_how_much_decode(tmp_path: Pat
     run_step(profiler, batch(4, running={2: 1, 3: 1}, preempted=(1,)))
     # It comes again with what it had generated; four of its seven tokens are in the prefix cache.
     run_step(profiler, batch(5, new(1, 7, 3, num_computed=4), finished=(2, 3)))
+    run_step(profiler, batch(6, running={1: 1}))
     profiler.close()
     assert steps_of(tmp_path) == [
         "step 1: 4 prefill tokens of 1 request, 1 decode row",
@@ -136,6 +137,7 @@ def test_a_step_says_how_much_of_it_is_prefill_and_how_much_decode(tmp_path: Pat
         "step 3: 1 prefill token of 1 request, 2 decode rows",
         "step 4: 0 prefill tokens of 0 requests, 2 decode rows",
         "step 5: 3 prefill tokens of 1 request, 0 decode rows",
+        "step 6: 0 prefill tokens of 0 requests, 1 decode row",
     ]
 
 

@@ -10,16 +10,6 @@ SIM_API uint32_t sim_event_number(aclrtEvent handle)
     return ((struct event *)handle)->number;
 }
 
-SIM_API bool sim_event_is_recorded(aclrtEvent handle)
-{
-    return ((struct event *)handle)->is_recorded;
-}
-
-SIM_API void sim_event_reset(aclrtEvent handle)
-{
-    ((struct event *)handle)->is_recorded = false;
-}
-
 SIM_API aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag)
 {
     struct event *event = calloc(1, sizeof(*event));
@@ -27,7 +17,7 @@ SIM_API aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag)
     pthread_mutex_lock(&sim_lock);
     event->number = ++num_events;
     pthread_mutex_unlock(&sim_lock);
-    event->is_external = (flag & ACL_EVENT_EXTERNAL) != 0;
+    (void)flag;
     *handle = event;
     return ACL_SUCCESS;
 }
@@ -56,24 +46,9 @@ SIM_API aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle)
     pthread_mutex_lock(&sim_lock);
     event->stream = stream;
     event->ordinal = stream->next;
-    event->is_recorded = true;
     event->num_late = sim_controls()->late_queries;
     sim_note_locked(NOTE_RECORD, stream->number, event->number, 0);
     pthread_mutex_unlock(&sim_lock);
-    if (event->is_external) {
-        return (aclError)sim_tell(TOLD_EVENT_RECORDED, event, stream_handle);
-    }
-    return ACL_SUCCESS;
-}
-
-SIM_API aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream_handle)
-{
-    struct event *event = handle;
-
-    if (sim_stream(stream_handle)->capture != 0) {
-        return (aclError)sim_tell(TOLD_EVENT_RESET, event, stream_handle);
-    }
-    event->is_recorded = false;
     return ACL_SUCCESS;
 }
 
@@ -82,9 +57,6 @@ SIM_API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent hand
     struct event *event = handle;
     struct stream *stream = sim_stream(stream_handle);
 
-    if (stream->capture != 0 && event->is_external) {
-        return (aclError)sim_tell(TOLD_EVENT_WAIT, event, stream_handle);
-    }
     /* Work of several streams in one graph is not simulated. */
     if (stream->capture != 0 || (event->stream != NULL && event->stream->capture != 0)) {
         bool is_own = event->stream == NULL || event->stream == stream;

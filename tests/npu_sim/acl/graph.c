@@ -115,3 +115,40 @@ SIM_API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream)
 {
     return (aclError)sim_tell(TOLD_UPDATE_END, NULL, stream);
 }
+
+/* What the wheel makes its external events of: a stream waits until a value in memory is 1. */
+
+enum { WAIT_FOR_EQUAL = 1 };
+
+SIM_API bool sim_is_set(const uint64_t *value)
+{
+    return *value == 1;
+}
+
+SIM_API void sim_clear(uint64_t *value)
+{
+    *value = 0;
+}
+
+SIM_API aclError aclrtValueWait(void *devAddr, uint64_t value, uint32_t flag, aclrtStream stream)
+{
+    if (value != 1 || flag != WAIT_FOR_EQUAL) {
+        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    }
+    if (sim_stream(stream)->capture != 0) {
+        return (aclError)sim_tell(TOLD_VALUE_WAIT, devAddr, stream);
+    }
+    return sim_is_set(devAddr) ? ACL_SUCCESS : ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+}
+
+SIM_API aclError aclrtValueWrite(void *devAddr, uint64_t value, uint32_t flag, aclrtStream stream)
+{
+    (void)flag;
+    if (sim_stream(stream)->capture != 0) {
+        bool is_clear = value == 0;
+        return is_clear ? (aclError)sim_tell(TOLD_VALUE_CLEAR, devAddr, stream)
+                        : ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    }
+    *(uint64_t *)devAddr = value;
+    return value == 1 ? (aclError)sim_tell(TOLD_VALUE_SET, devAddr, stream) : ACL_SUCCESS;
+}

@@ -59,8 +59,6 @@ struct stream {
 
 struct event {
     uint32_t number;
-    bool is_external;      /* whether it is recorded is a state, which a reset clears */
-    bool is_recorded;
     struct stream *stream; /* where it was recorded, NULL: never */
     uint64_t ordinal;      /* and before which task */
     uint32_t num_late;     /* queries that will still say: not ready */
@@ -91,9 +89,9 @@ enum told {
     TOLD_GROUP_END,
     TOLD_UPDATE_BEGIN,
     TOLD_UPDATE_END,
-    TOLD_EVENT_WAIT,     /* on a stream that captures */
-    TOLD_EVENT_RESET,    /* on a stream that captures */
-    TOLD_EVENT_RECORDED, /* an external one */
+    TOLD_VALUE_WAIT,  /* on a stream that captures, for a value in memory */
+    TOLD_VALUE_CLEAR, /* on a stream that captures: the value is to be 0 */
+    TOLD_VALUE_SET,   /* it was set to something else */
 };
 int64_t sim_tell(enum told what, const void *subject, aclrtStream stream);
 bool sim_is_any_capturing(void);

@@ -29,9 +29,9 @@ class Told(IntEnum):
     GROUP_END = 5
     UPDATE_BEGIN = 6
     UPDATE_END = 7
-    EVENT_WAIT = 8
-    EVENT_RESET = 9
-    EVENT_RECORDED = 10
+    VALUE_WAIT = 8
+    VALUE_CLEAR = 9
+    VALUE_SET = 10
 
 
 class _Note(ctypes.Structure):
@@ -81,10 +81,12 @@ library.sim_listen.argtypes = [Listener]
 library.sim_listen.restype = None
 library.sim_set_stuck.argtypes = [ctypes.c_void_p, ctypes.c_bool]
 library.sim_set_stuck.restype = None
-library.sim_event_is_recorded.argtypes = [ctypes.c_void_p]
-library.sim_event_is_recorded.restype = ctypes.c_bool
-library.sim_event_reset.argtypes = [ctypes.c_void_p]
-library.sim_event_reset.restype = None
+library.sim_is_set.argtypes = [ctypes.c_void_p]
+library.sim_is_set.restype = ctypes.c_bool
+library.sim_clear.argtypes = [ctypes.c_void_p]
+library.sim_clear.restype = None
+
+
 controls: Controls = library.sim_controls().contents
 
 

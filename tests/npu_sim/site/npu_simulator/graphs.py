@@ -97,7 +97,7 @@ class Graphs:
                 self._go_on(stream, self._graphs[subject])
             case Told.DESTROY:
                 self._graphs.pop(subject, None)
-            case Told.EVENT_RECORDED:
+            case Told.VALUE_SET:
                 self._release(subject)
             case Told.UPDATE_BEGIN:
                 self._updating[stream] = (self._groups[subject], [])
@@ -111,10 +111,10 @@ class Graphs:
     def _hear_while_capturing(self, what: Told, event: int) -> int:
         assert self._capture is not None
         match what:
-            case Told.EVENT_WAIT:
+            case Told.VALUE_WAIT:
                 self._capture.tasks.append(_Wait(event))
-            case Told.EVENT_RESET:
-                self._capture.tasks.append(lambda: library.sim_event_reset(event))
+            case Told.VALUE_CLEAR:
+                self._capture.tasks.append(lambda: library.sim_clear(event))
             case Told.GROUP_BEGIN:
                 self._capture.group = _Group()
                 self._capture.tasks.append(self._capture.group)
@@ -130,7 +130,7 @@ class Graphs:
             raise RuntimeError("a replay behind one that waits for its update is not simulated")
         for place, task in enumerate(tasks):
             if isinstance(task, _Wait):
-                if not library.sim_event_is_recorded(task.event):
+                if not library.sim_is_set(task.event):
                     self._stuck[stream] = _Stuck(task.event, tasks[place:])
                     library.sim_set_stuck(stream, True)
                     return

@@ -1,0 +1,321 @@
+"""What every backend must do, against the references, on the device that --device names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import (
+    OPTIONS,
+    STEPS,
+    Case,
+    assert_equals_reference,
+    assert_reads_only_its_own_blocks,
+    make_case,
+)
+
+from engine.backends import reference
+from engine.backends.base import DeviceBackend
+from engine.errors import ConfigError, WorkerFailure
+
+MIB = 1 << 20
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture
+def make_device_case(backend: DeviceBackend, dtype: torch.dtype) -> Callable[..., Case]:
+    """Make cases in a layout that the device documents: its block size, and heads of 128."""
+
+    def make(step: str, **options: Any) -> Case:
+        layout = {"block_size": backend.capabilities.default_block_size, "heads": (8, 2)}
+        case = make_case(STEPS[step], dtype, **(layout | {"widths": (128, 128)} | options))
+        heads = case.caches[0].shape[2]
+        states = (case.query, case.query[:, :heads], case.query[:, :heads])
+        try:
+            backend.check_block_size(case.caches[0].shape[1])
+            backend.check_attention(states, case.options)
+        except ConfigError as error:
+            pytest.skip(str(error))
+        return case
+
+    return make
+
+
+# Attention and KV memory.
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_attention_equals_the_reference_in_every_kind_of_step(
+    backend: DeviceBackend,
+    make_device_case: Callable[..., Case],
+    step: str,
+    options: dict[str, Any],
+) -> None:
+    assert_equals_reference(backend, make_device_case(step, **options))
+
+
+@pytest.mark.parametrize("block_size", [16, 128, 256])
+def test_attention_equals_the_reference_in_every_block_size(
+    backend: DeviceBackend, make_device_case: Callable[..., Case], block_size: int
+) -> None:
+    case = make_device_case("mixed", block_size=block_size, sliding_window=20)
+    assert_equals_reference(backend, case)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (8, 1), (9, 3)], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_attention_equals_the_reference_in_every_layout_of_heads(
+    backend: DeviceBackend,
+    make_device_case: Callable[..., Case],
+    heads: tuple[int, int],
+    width: int,
+) -> None:
+    case = make_device_case("mixed", heads=heads, widths=(width, width))
+    assert_equals_reference(backend, case)
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_a_request_reads_no_block_but_its_own_on_the_device(
+    backend: DeviceBackend, make_device_case: Callable[..., Case], step: str
+) -> None:
+    assert_reads_only_its_own_blocks(backend, make_device_case(step))
+
+
+def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(
+    backend: DeviceBackend, dtype: torch.dtype
+) -> None:
+    block_size = backend.capabilities.default_block_size
+    shape = (3, block_size, 2, 128)
+    slots = [2 * block_size + 3, 0, block_size + 1]
+    keys, values = backend.allocate_kv(shape, dtype), backend.allocate_kv(shape, dtype)
+    written = [torch.randn(3, 2, 128).to(dtype) for _ in range(2)]
+    mapping = torch.tensor(slots, dtype=backend.slot_dtype, device=backend.device)
+    # Not contiguous, as a layer's are.
+    there = [state.transpose(0, 1).contiguous().to(backend.device) for state in written]
+    states = (there[0].transpose(0, 1), there[1].transpose(0, 1))
+    backend.write_kv(states, (keys, values), mapping)
+    for cache, state in zip((keys, values), written, strict=True):
+        flat = cache.cpu().flatten(0, 1)
+        assert torch.equal(flat[slots], state)
+        assert flat.count_nonzero() == state.count_nonzero()
+
+
+def test_warm_up_runs_on_empty_memory(backend: DeviceBackend, dtype: torch.dtype) -> None:
+    shape = (4, backend.capabilities.default_block_size, 2, 128)
+    backend.warm_up((backend.allocate_kv(shape, dtype), backend.allocate_kv(shape, dtype)))
+    backend.synchronize()
+
+
+# Fused operations.
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[wanted.dtype]
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_norms_equal_the_references(
+    backend: DeviceBackend, dtype: torch.dtype, num_tokens: int
+) -> None:
+    hidden, residual = (torch.randn(num_tokens, 256).to(dtype) for _ in range(2))
+    weight = torch.rand(256).to(dtype)
+    there = [tensor.to(backend.device) for tensor in (hidden, residual, weight)]
+    assert_close(
+        backend.rms_norm(there[0], there[2], 1e-5), reference.rms_norm(hidden, weight, 1e-5)
+    )
+    normed, summed = backend.add_rms_norm(*there, 1e-5)
+    assert_close(summed, hidden + residual)
+    assert_close(normed, reference.rms_norm(hidden + residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_rotary_equals_the_reference(
+    backend: DeviceBackend, dtype: torch.dtype, width: int
+) -> None:
+    states = torch.randn(19, 6, width).to(dtype)
+    angles = torch.rand(19, width // 2).repeat(1, 2) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = backend.rotary(*(tensor.to(backend.device) for tensor in (states, cos, sin)))
+    assert_close(found, reference.rotary(states, cos, sin))
+
+
+def test_silu_mul_equals_the_reference(backend: DeviceBackend, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(19, 2 * 96).to(dtype)
+    assert_close(backend.silu_mul(gate_up.to(backend.device)), reference.silu_mul(gate_up))
+
+
+# Filters. Each token is half as likely as the one before it, so no mass is near a limit.
+
+VOCAB_SIZE = 3000
+
+
+def falling_logits(num_rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    falling = -torch.arange(VOCAB_SIZE) * float(np.log(2.0))
+    return torch.stack(
+        [falling[torch.randperm(VOCAB_SIZE, generator=generator)] for _ in range(num_rows)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [
+        ([1, 5, VOCAB_SIZE, 40], None),
+        (None, [0.4, 0.6, 0.8, 1.0]),
+        ([3, 3, 2, VOCAB_SIZE], [0.6, 1.0, 0.99, 0.8]),
+        ([2000, 1, 1500, 1024], [1.0, 0.5, 1.0, 0.3]),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_filters_leave_what_the_reference_leaves(
+    backend: DeviceBackend, top_k: list[int] | None, top_p: list[float] | None
+) -> None:
+    logits = falling_logits(4)
+    k = None if top_k is None else torch.tensor(top_k, dtype=torch.int32)
+    p = None if top_p is None else torch.tensor(top_p)
+    found = backend.top_k_top_p(
+        logits.to(backend.device),
+        None if k is None else k.to(backend.device),
+        None if p is None else p.to(backend.device),
+        max_top_k=max(top_k or [0]),
+    ).cpu()
+    wanted = reference.top_k_top_p(logits, k, p)
+    assert found.dtype == torch.float32
+    # The tail of 3000 halvings has no mass in float32, and whether it is left does not matter.
+    matters = logits > -60
+    assert torch.equal(found.isfinite() & matters, wanted.isfinite() & matters)
+    torch.testing.assert_close(found[matters], wanted[matters])
+
+
+# Between host and device.
+
+
+def test_uploaded_arrays_arrive_whatever_their_kind(backend: DeviceBackend) -> None:
+    arrays = {
+        "ids": np.arange(7, dtype=np.int64),
+        "tables": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "none": np.zeros((0, 4), np.int32),
+        "uniforms": np.linspace(0, 1, 5, dtype=np.float32),
+    }
+    found = backend.upload(arrays)
+    with backend.computing():
+        copies = {name: tensor.clone() for name, tensor in found.items()}
+    for name, array in arrays.items():
+        assert copies[name].device == backend.device
+        np.testing.assert_array_equal(copies[name].cpu().numpy(), array, err_msg=name)
+
+
+def test_arrays_may_be_changed_after_their_upload(backend: DeviceBackend) -> None:
+    if backend.is_host:
+        pytest.skip("where the device is the host, an upload is the array itself")
+    array = np.arange(100_000)
+    with backend.computing():
+        found = backend.upload({"numbers": array})["numbers"]
+        array[:] = -1
+        doubled = found * 2
+    assert np.array_equal(backend.fetch(doubled).numpy(), np.arange(100_000) * 2)
+
+
+def test_an_upload_is_good_until_the_one_after_the_next(backend: DeviceBackend) -> None:
+    with backend.computing():
+        uploads = []
+        sums = []
+        for step in range(9):
+            numbers = backend.upload({"numbers": np.full(50_000, step)})["numbers"]
+            uploads.append(numbers)
+            if step:
+                sums.append(uploads[step - 1] + uploads[step])
+        fetched = [backend.fetch(total) for total in sums]
+    for step, total in enumerate(fetched):
+        assert (total.numpy() == 2 * step + 1).all()
+
+
+def test_what_was_fetched_is_ready_in_the_end_and_read_as_often_as_one_likes(
+    backend: DeviceBackend,
+) -> None:
+    with backend.computing():
+        large = torch.ones(1000, 1000, device=backend.device)
+        fetched = backend.fetch((large @ large)[0])
+    backend.synchronize()
+    assert fetched.is_ready()
+    assert (fetched.numpy() == 1000).all()
+    assert np.array_equal(fetched.numpy(), fetched.numpy())
+
+
+def test_computing_follows_what_was_launched_before_and_precedes_what_comes_after(
+    backend: DeviceBackend,
+) -> None:
+    total = torch.zeros(1 << 20, device=backend.device)
+    for _ in range(20):
+        total += 1
+        with backend.computing():
+            total *= 2
+    assert (total.cpu() == 2**21 - 2).all()
+
+
+# Memory and errors.
+
+
+def test_free_memory_is_some_of_the_total_and_falls_with_what_is_taken(
+    backend: DeviceBackend,
+) -> None:
+    before = backend.memory_info()
+    assert 0 < before.free_bytes <= before.total_bytes
+    if backend.is_host:
+        pytest.skip("free memory of a host is an estimate")
+    backend.release_memory()
+    before = backend.memory_info()
+    held = torch.zeros(256 * MIB, dtype=torch.uint8, device=backend.device)
+    backend.synchronize()
+    after = backend.memory_info()
+    assert before.free_bytes - after.free_bytes >= 256 * MIB
+    del held
+    backend.release_memory()
+    assert backend.memory_info().free_bytes > after.free_bytes
+
+
+def test_the_peak_of_a_run_is_measured_beyond_what_was_held(backend: DeviceBackend) -> None:
+    held = torch.zeros(64 * MIB, dtype=torch.uint8, device=backend.device)
+
+    def run() -> None:
+        torch.zeros(32 * MIB, dtype=torch.uint8, device=backend.device)
+        torch.zeros(48 * MIB, dtype=torch.uint8, device=backend.device)
+
+    peak = backend.measure_peak_bytes(run)
+    if backend.is_host:
+        assert peak == 0
+    else:
+        assert 48 * MIB <= peak < 60 * MIB
+    del held
+
+
+def test_an_allocation_that_fails_is_told_apart_and_the_device_goes_on(
+    backend: DeviceBackend,
+) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8, device=backend.device)
+    assert backend.classify_error(caught.value) is WorkerFailure.OUT_OF_MEMORY
+    assert backend.explain_error(caught.value)
+    assert torch.ones(3, device=backend.device).sum().item() == 3
+
+
+def test_a_fault_of_the_program_is_neither_memory_nor_device(backend: DeviceBackend) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(3, device=backend.device) + torch.ones(4, device=backend.device)
+    assert backend.classify_error(caught.value) is WorkerFailure.OTHER
+
+
+def test_a_device_beyond_the_last_is_refused_with_their_count(backend: DeviceBackend) -> None:
+    count = backend.count_devices()
+    assert count >= 1
+    with pytest.raises(ConfigError, match=str(count)):
+        backend.check_device(count)
+
+
+def test_the_default_block_size_is_one_that_the_device_takes(backend: DeviceBackend) -> None:
+    backend.check_block_size(backend.capabilities.default_block_size)
