@@ -44,7 +44,7 @@ VOLUME /opt/tokenmill/runs
 
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
     CMD ["python3", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8080/health', timeout=5)"]
-# What a login shell would load, for every process of the container: CANN, whose folder depends on
+# What every process of the container needs: the profile of the base, CANN, whose folder depends on
 # its version, and the acceleration library, where the base has it.
-ENTRYPOINT ["bash", "-c", "for script in /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/ascend-toolkit/set_env.sh; do if [ -r $script ]; then source $script; break; fi; done; script=/usr/local/Ascend/nnal/atb/set_env.sh; if [ -r $script ]; then source $script; fi; exec \"$@\"", "--"]
+ENTRYPOINT ["bash", "-lc", "for script in /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/ascend-toolkit/set_env.sh; do if [ -r $script ]; then source $script; break; fi; done; script=/usr/local/Ascend/nnal/atb/set_env.sh; if [ -r $script ]; then source $script; fi; exec \"$@\"", "--"]
 CMD ["/opt/venv/bin/prefect", "worker", "start", "--pool", "tokenmill", "--type", "process", "--with-healthcheck"]

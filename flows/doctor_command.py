@@ -23,7 +23,7 @@ _STATUS_WIDTH = max(len(status) for status in FindingStatus)
 def show_health(
     config_path: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="A job's YAML file, for its ledger and folders."),
+        typer.Argument(metavar="CONFIG", help="A job's YAML file: its device, ledger, folders."),
     ] = None,
     ledger_url: LedgerOption = None,
     device_timeout: Annotated[

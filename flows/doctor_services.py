@@ -13,32 +13,25 @@ from engine import Finding
 
 _TIMEOUT_SECONDS = 5.0
 _CHECK = "prefect api"
+_URL, _KEY, _LOGIN = "PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"
 
 
 def check_prefect_api(environment: Mapping[str, str]) -> Finding:
     """Ask the Prefect API for its version."""
-    url = environment.get("PREFECT_API_URL") or _url_of_profile()
+    is_in_environment = bool(environment.get(_URL))
+    settings = environment if is_in_environment else {**_profile_settings(), **environment}
+    url = settings.get(_URL)
     if not url:
         return Finding.ok(
             _CHECK,
             "none is configured: each `tokenmill run` starts a server of its own for its time; set "
-            "PREFECT_API_URL for one that stays",
+            f"{_URL} for one that stays",
         )
     shown = _without_user(url)
     try:
-        found = _ask(url, environment)
+        found = _ask(url, settings)
     except HTTPError as error:
-        if error.code in (401, 403):
-            return Finding.error(
-                _CHECK,
-                f"{shown} refuses this user (HTTP {error.code})",
-                "set PREFECT_API_KEY or PREFECT_API_AUTH_STRING",
-            )
-        return Finding.warning(
-            _CHECK,
-            f"{shown} answers, but does not say its version (HTTP {error.code})",
-            "see that the URL ends in /api",
-        )
+        return _refusal(shown, error.code, has_key=bool(settings.get(_KEY) or settings.get(_LOGIN)))
     except (URLError, OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         return Finding.error(
@@ -56,20 +49,40 @@ def check_prefect_api(environment: Mapping[str, str]) -> Finding:
     )
 
 
-def _url_of_profile() -> str | None:
-    # Prefect takes seconds to import; only it knows its profiles and settings files.
-    from prefect.settings import PREFECT_API_URL
+def _refusal(shown: str, code: int, *, has_key: bool) -> Finding:
+    if code not in (401, 403):
+        return Finding.warning(
+            _CHECK,
+            f"{shown} answers, but does not say its version (HTTP {code})",
+            "see that the URL ends in /api",
+        )
+    if has_key:
+        return Finding.error(
+            _CHECK, f"{shown} refuses this user (HTTP {code})", f"correct {_KEY} or {_LOGIN}"
+        )
+    return Finding.warning(
+        _CHECK,
+        f"{shown} wants to know who asks (HTTP {code})",
+        f"set {_KEY} or {_LOGIN}; those of a Prefect profile were not tried",
+    )
 
-    url: str | None = PREFECT_API_URL.value()
-    return url
+
+def _profile_settings() -> dict[str, str]:
+    """Return what Prefect's profiles and settings files say; only it knows where they are."""
+    # Prefect takes seconds to import.
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
+
+    named = {_URL: PREFECT_API_URL, _KEY: PREFECT_API_KEY, _LOGIN: PREFECT_API_AUTH_STRING}
+    values = {name: setting.value() for name, setting in named.items()}
+    return {name: str(value) for name, value in values.items() if value}
 
 
-def _ask(url: str, environment: Mapping[str, str]) -> str:
+def _ask(url: str, settings: Mapping[str, str]) -> str:
     headers = {"Accept": "application/json"}
-    if environment.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {environment['PREFECT_API_KEY']}"
-    elif environment.get("PREFECT_API_AUTH_STRING"):
-        encoded = base64.b64encode(environment["PREFECT_API_AUTH_STRING"].encode()).decode()
+    if settings.get(_KEY):
+        headers["Authorization"] = f"Bearer {settings[_KEY]}"
+    elif settings.get(_LOGIN):
+        encoded = base64.b64encode(settings[_LOGIN].encode()).decode()
         headers["Authorization"] = f"Basic {encoded}"
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("it is no http or https URL")

@@ -117,22 +117,23 @@ def load_tokenizer(
     return PretrainedTokenizer(config, source)
 
 
-def save_tiny_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_llama(folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """Write a model folder: a random llama of two layers, a tokenizer, no EOS that it would hit."""
     tokenizer = train_byte_level_bpe()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.4,  # large, so that two logits are never nearly equal
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": 0.4,  # large, so that two logits are never nearly equal
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**(settings | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)

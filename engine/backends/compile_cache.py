@@ -3,7 +3,7 @@
     CACHE_DIR/KEY/key.json              what the key was made of, in clear
                   kernels/              machine code, as the compilers of the device lay it down:
                                         numba's of the CPU, compiled operators of an NPU
-                  numbers-rank0.json    what was measured, such as the memory of the largest step
+                  numbers.json          what was measured, such as the memory of the largest step
 
 The key is made of all that could make a content wrong: the model, the versions of what compiles,
 the device, and the shapes. Nothing is ever deleted here; a folder may be, at any time.
@@ -18,7 +18,7 @@ their own files; since one key has one dtype and one version, all its workers co
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,13 +26,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from uuid import uuid4
 
+from engine.backends.base import DeviceBackend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 _PACKAGES = ("tokenmill", "torch", "torch_npu", "transformers", "numba", "numpy")
 _KEY_NAME = "key.json"
 _KERNELS_NAME = "kernels"
+_NUMBERS_NAME = "numbers.json"
 _MIB = 1 << 20
 
 
@@ -90,19 +93,36 @@ class CacheKey:
 class CompileCache:
     """The folder of one key, or, without a cache_dir, a cache that keeps nothing."""
 
-    def __init__(self, folder: Path | None, *, rank: int) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._rank = rank
 
     @classmethod
-    def open(cls, cache_dir: Path | None, key: CacheKey, *, rank: int) -> "CompileCache":
+    def of(
+        cls,
+        config: EngineConfig,
+        source: ModelSource,
+        backend: DeviceBackend,
+        capture_sizes: Sequence[int] = (),
+    ) -> "CompileCache":
+        """Return the cache of a worker, and let its bound device keep compiled kernels there.
+
+        Raises:
+            ConfigError: engine.cache_dir cannot be used.
+        """
+        if config.cache_dir is None:
+            return cls(None)
+        key = CacheKey.of(config, source.fingerprint(), backend.kernel_facts(), capture_sizes)
+        cache = cls.open(config.cache_dir, key)
+        backend.keep_kernels(cache.kernel_folder)
+        return cache
+
+    @classmethod
+    def open(cls, cache_dir: Path, key: CacheKey) -> "CompileCache":
         """Find the key's folder or make it, and say in the log which it was.
 
         Raises:
             ConfigError: the folder cannot be used.
         """
-        if cache_dir is None:
-            return cls(None, rank=rank)
         folder = cache_dir.absolute() / key.digest
         try:
             (folder / _KERNELS_NAME).mkdir(parents=True, exist_ok=True)
@@ -121,46 +141,55 @@ class CompileCache:
             folder,
             _contents_of(folder),
         )
-        return cls(folder, rank=rank)
+        return cls(folder)
 
     @property
-    def kernel_folder(self) -> Path | None:
-        """Where compiled kernels are kept; None when nowhere of ours."""
-        return None if self._folder is None else self._folder / _KERNELS_NAME
+    def kernel_folder(self) -> Path:
+        """Where compiled kernels are kept."""
+        assert self._folder is not None
+        return self._folder / _KERNELS_NAME
+
+    def remember(self, name: str, measure: Callable[[], int]) -> int:
+        """Return a number that was stored, or measure it and store it.
+
+        Not for what ranks measure together: one of them might find its number and not take part.
+        """
+        number = self.load_number(name)
+        if number is None:
+            number = measure()
+            self.store_number(name, number)
+        return number
 
     def load_number(self, name: str) -> int | None:
-        """Return a number that a worker of this key and rank has stored, if there is one."""
-        return self._numbers().get(name)
+        """Return a number that a worker of this key has stored, if there is one."""
+        return None if self._folder is None else _read_numbers(self._folder).get(name)
 
     def store_number(self, name: str, value: int) -> None:
         """Keep a number for the next start; a full disk only costs the time to measure it again."""
         if self._folder is None:
             return
-        numbers = self._numbers() | {name: value}
+        numbers = _read_numbers(self._folder) | {name: value}
         try:
-            _replace(self._numbers_path(), json.dumps(numbers, indent=2, sort_keys=True) + "\n")
+            _replace(
+                self._folder / _NUMBERS_NAME, json.dumps(numbers, indent=2, sort_keys=True) + "\n"
+            )
         except OSError as error:
             logger.warning("%s is not kept for the next start: %s", name, error)
 
-    def _numbers_path(self) -> Path:
-        assert self._folder is not None
-        return self._folder / f"numbers-rank{self._rank}.json"
 
-    def _numbers(self) -> dict[str, int]:
-        if self._folder is None:
-            return {}
-        path = self._numbers_path()
-        try:
-            numbers = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read, its numbers are measured anew: %s", path, error)
-            return {}
-        if not isinstance(numbers, dict) or not all(type(n) is int for n in numbers.values()):
-            logger.warning("%s holds other than numbers by name, they are measured anew", path)
-            return {}
-        return numbers
+def _read_numbers(folder: Path) -> dict[str, int]:
+    path = folder / _NUMBERS_NAME
+    try:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read, its numbers are measured anew: %s", path, error)
+        return {}
+    if not isinstance(numbers, dict) or not all(type(n) is int for n in numbers.values()):
+        logger.warning("%s holds other than numbers by name, they are measured anew", path)
+        return {}
+    return numbers
 
 
 def _version_of(package: str) -> str:
@@ -203,8 +232,7 @@ def _contents_of(folder: Path) -> str:
         for name in names:
             with suppress(OSError):  # another worker has just replaced it
                 sizes.append((Path(parent) / name).stat().st_size)
-    numbers = len(list(folder.glob("numbers-*.json")))
-    if not sizes and not numbers:
-        return "none"
-    size = sum(sizes) / _MIB
-    return f"{len(sizes)} files of kernels ({size:.1f} MiB), numbers of {numbers} ranks"
+    found = [f"{name}={number}" for name, number in _read_numbers(folder).items()]
+    if sizes:
+        found.append(f"{len(sizes)} files of kernels ({sum(sizes) / _MIB:.1f} MiB)")
+    return ", ".join(found) or "none"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -55,11 +56,14 @@ class CudaBackend(DeviceBackend):
 
     name = "cuda"
     dist_backend = "nccl"
+    prefers_fused_layers = True
     reads_whole_tables = True  # see gathered_attention
     capabilities = Capabilities(dtypes=_DTYPES, default_memory_fraction=0.9)
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
+        self._graph_pool: Any = None
+        self._graphs: WeakSet[CudaGraph] = WeakSet()
 
     # Runtime.
 
@@ -174,13 +178,12 @@ class CudaBackend(DeviceBackend):
         """Return True."""
         return True
 
-    @cached_property
-    def _graph_pool(self) -> Any:
-        # One pool for all: no two graphs run at a time, and an output is used before the next.
-        return torch.cuda.graph_pool_handle()
-
     def capture_graph(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
         """Capture what run launches, on the stream that computes and will replay it."""
+        if not self._graphs:
+            # One pool for all: no two graphs run at a time, and an output is used before the next.
+            # It ends with the last graph that has memory in it.
+            self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream: Any = self._transfers.compute  # one that torch.cuda has made
         with torch.cuda.graph(
@@ -191,7 +194,9 @@ class CudaBackend(DeviceBackend):
             capture_error_mode="thread_local",
         ):
             output = run()
-        return CudaGraph(graph, output)
+        captured = CudaGraph(graph, output)
+        self._graphs.add(captured)
+        return captured
 
     # Kernels.
 

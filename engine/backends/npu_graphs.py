@@ -8,6 +8,7 @@ NpuGraphOpHandler, and its own test of the update. No graph has been captured or
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -48,14 +49,17 @@ class GraphCapture:
         self._npu = npu
         self._stream = stream
         self._pool: Any = None
+        self._graphs: WeakSet[NpuGraph] = WeakSet()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> NpuGraph:
         """Capture what run launches."""
-        if self._pool is None:
-            self._pool = self._npu.graph_pool_handle()
+        if not self._graphs:
+            self._pool = self._npu.graph_pool_handle()  # the last one ended with its last graph
         graph = self._npu.NPUGraph()
         with self._npu.graph(
             graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True
         ):
             output = run()
-        return NpuGraph(graph, output, self._npu.current_stream)
+        captured = NpuGraph(graph, output, self._npu.current_stream)
+        self._graphs.add(captured)
+        return captured

@@ -228,7 +228,7 @@ class DecodeGraphs:
         padded = self._input.step(size, width, seq_lens + [1] * (size - len(seq_lens)))
         logits = self._graphs[shape].replay(padded.attention)  # [size, V]
         self.num_replayed += 1
-        if not step.scored and len(step.sampling) == len(seq_lens):
+        if len(step.sampling) == len(seq_lens):  # then none is scored: it would have more tokens
             return logits[: len(seq_lens)]
         # A copy: prompt tokens are scored from it when the next step may have been replayed.
         return logits.index_select(0, step.logit_rows)

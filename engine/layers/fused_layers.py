@@ -70,7 +70,7 @@ def fuse_layers(
             continue
         fused, error = tried
         # As a tensor's maximum, which does not pass over what is not a number.
-        errors.append(torch.stack(group.all_gather(error)).max().item())
+        errors.append(torch.cat(group.all_gather(error[None])).max().item())
         if errors[-1] <= _ROUNDING[model.dtype]:
             parent.register_module(name, fused)
         # Merged weights took new memory; what they were merged from is free by now.

@@ -58,3 +58,16 @@ def test_a_torch_that_cannot_be_imported_is_an_error_of_the_device_alone(tmp_pat
     assert code == 2
     assert "ImportError: libhccl.so: cannot open" in findings["device"]["found"]
     assert findings["ledger"]["status"] == "ok"
+
+
+def test_an_api_that_a_prefect_profile_names_is_the_one_that_is_asked(tmp_path: Path) -> None:
+    home = tmp_path / "prefect"
+    home.mkdir()
+    (home / "profiles.toml").write_text(
+        'active = "work"\n[profiles.work]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n'
+        'PREFECT_API_KEY = "pnu_1"\n'
+    )
+    code, findings = doctor(tmp_path)
+    assert code == 2
+    assert findings["prefect api"]["status"] == "error"
+    assert findings["prefect api"]["found"].startswith("http://127.0.0.1:9/api gives no usable")

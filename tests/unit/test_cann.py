@@ -165,6 +165,18 @@ class TestEnvironment:
             "LD_LIBRARY_PATH does not name /usr/local/Ascend/cann/lib64",
         )
 
+    def test_another_folder_of_the_toolkit_is_not_its_libraries(self, tmp_path: Path) -> None:
+        machine = AscendMachine(tmp_path).toolkit().source()
+        machine.environment["LD_LIBRARY_PATH"] = "/usr/local/Ascend/cann/devlib"
+        assert len(read(machine).environment_gaps) == 1
+
+    def test_an_atb_that_is_gone_is_not_loaded(self, tmp_path: Path) -> None:
+        machine = AscendMachine(tmp_path).toolkit().nnal()
+        machine.environment["ATB_HOME_PATH"] = "/usr/local/Ascend/nnal/atb/8.5.0/atb/cxx_abi_1"
+        nnal = read(machine).nnal
+        assert nnal is not None
+        assert not nnal.is_loaded
+
     def test_the_sentence_says_what_to_source_and_where_it_is_forgotten(
         self, tmp_path: Path
     ) -> None:

@@ -13,6 +13,7 @@ from engine import ConfigError, EngineConfig
 from engine.backends import cpu_kernels
 from engine.backends.compile_cache import CacheKey, CompileCache
 from engine.backends.cpu import CpuBackend
+from engine.model_source import ModelSource
 
 MODEL = {"model": "0123abcd", "dtype": "bfloat16"}
 DEVICE = {"device": "Ascend910B3", "cann": "8.3.RC1"}
@@ -23,22 +24,59 @@ def key_of(**settings: Any) -> CacheKey:
     return CacheKey.of(config, MODEL, DEVICE, capture_sizes=[1, 2, 4])
 
 
-def open_cache(folder: Path, *, rank: int = 0, **settings: Any) -> CompileCache:
-    return CompileCache.open(folder, key_of(**settings), rank=rank)
+def open_cache(folder: Path, **settings: Any) -> CompileCache:
+    return CompileCache.open(folder, key_of(**settings))
 
 
 def folder_of(cache: CompileCache) -> Path:
-    assert cache.kernel_folder is not None
     return cache.kernel_folder.parent
 
 
-def test_without_a_folder_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+class KeepingBackend(CpuBackend):
+    """Notes where its kernels are to be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: list[Path] = []
+
+    def keep_kernels(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+
+def cache_of(cache_dir: Path | None, backend: CpuBackend) -> CompileCache:
+    config = EngineConfig(model_path="none", device="mock", cache_dir=cache_dir)
+    source = ModelSource.inspect(config)
+    return CompileCache.of(config, source, backend, capture_sizes=[1, 2])
+
+
+def test_without_a_folder_nothing_is_kept_and_each_start_measures(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
-    cache = CompileCache.open(None, key_of(), rank=0)
-    cache.store_number("peak_bytes", 7)
+    backend = KeepingBackend()
+    cache = cache_of(None, backend)
+    assert cache.remember("peak_bytes", lambda: 7) == 7
+    assert cache.remember("peak_bytes", lambda: 8) == 8
     assert cache.load_number("peak_bytes") is None
-    assert cache.kernel_folder is None
+    assert backend.folders == []
     assert caplog.messages == []
+
+
+def test_device_keeps_its_kernels_in_the_folder_of_the_key(tmp_path: Path) -> None:
+    backend = KeepingBackend()
+    cache = cache_of(tmp_path, backend)
+    assert backend.folders == [cache.kernel_folder]
+    assert cache.kernel_folder.is_dir()
+    parts = json.loads((folder_of(cache) / "key.json").read_text())
+    assert parts["device"] == backend.kernel_facts()
+    assert parts["model"]["model"] == "mock"
+    assert parts["shapes"]["capture_sizes"] == [1, 2]
+
+
+def test_a_number_is_measured_once(tmp_path: Path) -> None:
+    first, second = (open_cache(tmp_path) for _ in range(2))
+    assert first.remember("peak_bytes", lambda: 7) == 7
+    assert second.remember("peak_bytes", lambda: pytest.fail("measured again")) == 7
 
 
 def test_first_start_misses_and_the_second_hits_and_tells_what_there_is(
@@ -47,7 +85,6 @@ def test_first_start_misses_and_the_second_hits_and_tells_what_there_is(
     caplog.set_level("INFO")
     first = open_cache(tmp_path / "cache")
     first.store_number("peak_bytes", 7)
-    assert first.kernel_folder is not None
     (first.kernel_folder / "deep").mkdir()
     (first.kernel_folder / "deep" / "attend.bin").write_bytes(b"0" * (3 << 20))
     second = open_cache(tmp_path / "cache")
@@ -55,7 +92,7 @@ def test_first_start_misses_and_the_second_hits_and_tells_what_there_is(
     assert caplog.messages == [
         f"cache miss key={digest} folder={folder} contents=none",
         f"cache hit key={digest} folder={folder} "
-        "contents=1 files of kernels (3.0 MiB), numbers of 1 ranks",
+        "contents=peak_bytes=7, 1 files of kernels (3.0 MiB)",
     ]
     assert folder == tmp_path / "cache" / digest
     assert second.load_number("peak_bytes") == 7
@@ -100,12 +137,6 @@ def test_what_does_not_matter_to_kernels_does_not_change_the_folder() -> None:
     assert key_of(log_level="DEBUG", cache={"kv_cache_gib": 2}).digest == key_of().digest
 
 
-def test_numbers_of_one_rank_are_not_those_of_another(tmp_path: Path) -> None:
-    open_cache(tmp_path, rank=1).store_number("peak_bytes", 7)
-    assert open_cache(tmp_path, rank=0).load_number("peak_bytes") is None
-    assert open_cache(tmp_path, rank=1).load_number("peak_bytes") == 7
-
-
 def test_a_second_number_leaves_the_first_as_it_is(tmp_path: Path) -> None:
     cache = open_cache(tmp_path)
     cache.store_number("peak_bytes", 7)
@@ -120,7 +151,7 @@ def test_damaged_numbers_are_a_miss_with_a_warning_and_healed_by_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     cache = open_cache(tmp_path)
-    path = folder_of(cache) / "numbers-rank0.json"
+    path = folder_of(cache) / "numbers.json"
     path.write_bytes(content)
     assert cache.load_number("peak_bytes") is None
     assert str(path) in caplog.text
@@ -154,7 +185,7 @@ def test_number_that_cannot_be_written_costs_a_warning_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = open_cache(tmp_path)
-    (folder_of(cache) / "numbers-rank0.json").mkdir()
+    (folder_of(cache) / "numbers.json").mkdir()
     cache.store_number("peak_bytes", 7)
     assert "peak_bytes is not kept for the next start" in caplog.text
     assert [path.name for path in folder_of(cache).glob(".*")] == []
@@ -176,7 +207,7 @@ def test_many_workers_at_once_read_whole_numbers(
     assert seen <= set(range(8))
     assert caplog.messages == []
     assert sorted(path.name for path in folder_of(open_cache(tmp_path)).iterdir()) == [
-        "kernels", "key.json", "numbers-rank0.json",
+        "kernels", "key.json", "numbers.json",
     ]  # fmt: skip
 
 

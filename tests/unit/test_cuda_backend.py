@@ -204,7 +204,7 @@ def test_graphs_are_captured_into_one_pool_on_the_compute_stream(
     compute = Mock()
     mocked("Stream", side_effect=[compute, Mock(), Mock()])
     mocked("CUDAGraph")
-    pool_handle = mocked("graph_pool_handle", return_value=(0, 1))
+    pool_handle = mocked("graph_pool_handle", side_effect=[(0, 1), (0, 2)])
     capture = mocked("graph")
     outputs = [torch.zeros(1), torch.ones(1)]
     graphs = [backend.capture_graph(lambda output=output: output) for output in outputs]
@@ -214,6 +214,9 @@ def test_graphs_are_captured_into_one_pool_on_the_compute_stream(
         assert call.kwargs["stream"] is compute
     metadata = Mock(spec=AttentionMetadata)
     assert [graph.replay(metadata) for graph in graphs] == outputs
+    graphs.clear()
+    backend.capture_graph(lambda: outputs[0])
+    assert capture.call_args.kwargs["pool"] == (0, 2), "a pool ends with its last graph"
 
 
 # Errors.

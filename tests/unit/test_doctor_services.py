@@ -78,11 +78,28 @@ def test_a_user_who_has_a_key_shows_it(api: Api, variable: str, value: str, head
     assert api.authorization == header
 
 
-def test_an_api_that_refuses_the_user_is_an_error(api: Api) -> None:
+@pytest.mark.parametrize("code", [401, 403])
+def test_an_api_that_refuses_a_key_is_an_error(api: Api, code: int) -> None:
+    api.status = code
+    finding = check_prefect_api({"PREFECT_API_URL": api.url, "PREFECT_API_KEY": "pnu_old"})
+    assert finding.status is FindingStatus.ERROR
+    assert f"refuses this user (HTTP {code})" in finding.found
+
+
+def test_an_api_that_wants_a_key_which_the_environment_has_not_is_a_warning(api: Api) -> None:
     api.status = 401
     finding = check_prefect_api({"PREFECT_API_URL": api.url})
-    assert finding.status is FindingStatus.ERROR
-    assert "PREFECT_API_KEY" in str(finding.remedy)
+    assert finding.status is FindingStatus.WARNING
+    assert "those of a Prefect profile were not tried" in str(finding.remedy)
+
+
+def test_url_and_key_of_a_profile_belong_together(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = {"PREFECT_API_URL": api.url, "PREFECT_API_KEY": "pnu_1"}
+    monkeypatch.setattr(doctor_services, "_profile_settings", lambda: profile)
+    assert check_prefect_api({}).status is FindingStatus.OK
+    assert api.authorization == "Bearer pnu_1"
 
 
 def test_a_server_without_that_page_may_still_be_one(api: Api) -> None:
@@ -117,7 +134,7 @@ def test_a_password_in_the_url_is_not_shown(api: Api) -> None:
 
 
 def test_without_an_api_the_check_says_what_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_services, "_url_of_profile", lambda: None)
+    monkeypatch.setattr(doctor_services, "_profile_settings", dict)
     finding = check_prefect_api({})
     assert finding.status is FindingStatus.OK
     assert "starts a server of its own" in finding.found

@@ -80,7 +80,7 @@ def test_container_loads_the_environment_of_old_and_new_cann():
     entry = re.search(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)
     assert entry is not None
     shell, option, script, end = json.loads(entry[1])
-    assert (shell, option, end) == ("bash", "-c", "--")
+    assert (shell, option, end) == ("bash", "-lc", "--")
     for folder in ("cann", "ascend-toolkit", "nnal/atb"):
         assert f"/usr/local/Ascend/{folder}/set_env.sh" in script
     assert script.endswith('exec "$@"')
