@@ -7,6 +7,9 @@ VENV ?= .venv
 #   make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 
+# What device-test runs on: cpu, cuda or npu.
+DEVICE ?= cpu
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := .demo
@@ -66,6 +69,9 @@ npu-sim: $(STAMP) ## Run the NPU path on simulated devices; needs gcc, see tests
 	    $(BIN)/python -m pytest tests/npu_sim
 	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
 	    $(BIN)/python -m pytest tests/device --device npu
+
+device-test: $(STAMP) ## Run the back-end contract suite on a device: make device-test DEVICE=npu.
+	@$(BIN)/python -m pytest tests/device --device $(DEVICE)
 
 docs-check: $(STAMP) ## Check what the documents say: links, files, commands, job files, Python.
 	@$(BIN)/python -m pytest -q tests/unit/test_docs.py

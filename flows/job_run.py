@@ -9,9 +9,10 @@ import gc
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine import ExitCode, RunStats
@@ -33,6 +34,7 @@ from flows.records import RecordReader
 from flows.schema import JobState
 from flows.shard_runner import ShardJob, ShardSummary, run_shard
 from flows.shard_writer import TooManyFailedRowsError
+from flows.spare_slots import SpareSlots
 from flows.stacks import StackPool
 
 logger = logging.getLogger(__name__)
@@ -75,11 +77,15 @@ class JobRun:
         self.ledger = ledger
         self.stop = stop
         self._driver = driver
-        self._shard_job = shard_job
+        self._shard_job = replace(shard_job, flow_run_id=flow_run_id)
         self._plan = plan
         self._stacks = StackPool.of_job(self.config)
-        self._flow_run_id = flow_run_id
         self._started = time.monotonic()
+        self._spare = SpareSlots(
+            self._stacks,
+            self.pending_shards(),
+            min_rows=self.config.engine.scheduler.max_num_seqs,
+        )
 
     @classmethod
     @contextmanager
@@ -110,6 +116,7 @@ class JobRun:
 
     def close(self) -> None:
         """Close the engines, once their shards have ended."""
+        self._spare.close()
         self._stacks.close()
 
     @property
@@ -124,14 +131,18 @@ class JobRun:
 
     def run_shard(self, shard_index: int) -> ShardSummary:
         """Answer the pending rows of one shard; see shard_runner.run_shard for what it raises."""
-        return run_shard(
-            self._shard_job,
-            shard_index,
-            ledger=self.ledger,
-            stacks=self._stacks,
-            stop=self.stop,
-            flow_run_id=self._flow_run_id,
-        )
+        self._spare.begin(shard_index)
+        try:
+            return run_shard(
+                self._shard_job,
+                shard_index,
+                ledger=self.ledger,
+                stacks=self._stacks,
+                stop=self.stop,
+                spare=self._spare,
+            )
+        finally:
+            self._spare.look()
 
     def finish(
         self, summaries: Sequence[ShardSummary], failures: dict[int, BaseException]
@@ -160,11 +171,11 @@ class JobRun:
 
     def _record(self, summaries: Sequence[ShardSummary]) -> None:
         total = RunStats()
-        busy_by_slot: dict[int | None, float] = {}
+        busy_by_slot: defaultdict[int, float] = defaultdict(float)
         for summary in summaries:
             total = total.plus(summary.stats)
-            busy = busy_by_slot.get(summary.slot, 0.0) + summary.stats.busy_seconds
-            busy_by_slot[summary.slot] = busy
+            for slot, busy_seconds in summary.busy_seconds_by_slot.items():
+                busy_by_slot[slot] += busy_seconds
         plan = self._plan
         record_experiment(
             self.ledger,

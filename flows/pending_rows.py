@@ -24,9 +24,10 @@ from engine import (
     SamplingParams,
 )
 from flows.ledger import Ledger
-from flows.ledger_rows import CompletionRow, DoneSamples, Lease, PartialRow
+from flows.ledger_rows import CompletionRow, DoneSamples, PartialRow
 from flows.logprob_blob import StoredLogprobs
 from flows.records import BadRow, RecordReader
+from flows.row_feed import RowFeed
 from flows.row_index import IndexRow, RowIndex
 from flows.row_sampling import RowSampling
 from flows.schema import RowState
@@ -45,7 +46,7 @@ class _OpenRow(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
-    """What one attempt at a shard did, in rows; num_length counts samples cut at max_tokens."""
+    """What one engine did for a shard, in rows; num_length counts samples cut at max_tokens."""
 
     num_ok: int = 0
     num_error: int = 0
@@ -55,12 +56,15 @@ class RowCounts:
 
 
 class PendingRows:
-    """Asks about the rows of one lease, and keeps count of those that are being answered."""
+    """Asks one engine about rows of a lease, and keeps count of those that are being answered.
+
+    Other engines may be asked about other rows of the same lease; the feed shares them out.
+    """
 
     def __init__(
         self,
         ledger: Ledger,
-        lease: Lease,
+        feed: RowFeed,
         reader: RecordReader,
         *,
         index_path: Path,
@@ -68,15 +72,20 @@ class PendingRows:
         timeout_seconds: float | None,
     ) -> None:
         self._ledger = ledger
-        self._lease = lease
+        self._feed = feed
+        self._lease = feed.lease
         self._reader = reader
         self._index_path = index_path
         self._sampling = RowSampling(sampling)
         self._timeout_seconds = timeout_seconds
-        self._first = lease.first_row
-        self._end = lease.first_row + lease.num_rows
+        self._first = feed.lease.first_row
+        self._end = feed.lease.first_row + feed.lease.num_rows
         self._open: dict[str, _OpenRow] = {}
-        self._is_exhausted = False
+        # Taken from the feed and without a result, those that were not asked yet among them.
+        self._taken: set[int] = set()
+        # Two counters, for each is changed by one thread alone.
+        self._num_asked = 0
+        self._num_answered = 0
         # For the shard's own thread; requests are made with a connection of their own.
         self._index = RowIndex.open(index_path)
         duplicates = self._index.duplicates_between(self._first, self._end)
@@ -89,25 +98,26 @@ class PendingRows:
     def __exit__(self, *exc_info: object) -> None:
         self._index.close()
 
-    @property
-    def is_done(self) -> bool:
-        """True when every row was asked about and has its result."""
-        return self._is_exhausted and not self._open
+    def give_back(self, *, but: Sequence[int] = ()) -> None:
+        """Let another engine, or this one later, answer what this one was to answer."""
+        rows = self._taken.difference(but)
+        self._taken -= rows
+        self._feed.give_back(rows)
 
     # Requests.
 
     def requests(self) -> Iterator[GenerateRequest]:
-        """Yield a request for each row that has no result, in input order."""
-        self._open.clear()
+        """Yield a request for each row without a result, as the feed gives them out."""
+        self._forget_open()
         with RowIndex.open(self._index_path) as index:
-            rows = index.rows_between(self._first, self._end)
-            while page := list(islice(rows, _PAGE_ROWS)):
+            while span := self._feed.take(lambda: self._num_asked - self._num_answered):
+                self._taken.update(span)
+                page = list(index.rows_between(span.start, span.stop))
                 yield from self._requests_of_page(index, page)
-        self._is_exhausted = True
 
     def requests_of(self, row_indices: Sequence[int]) -> Iterator[GenerateRequest]:
         """Yield a request for each of these rows that has no result."""
-        self._open.clear()
+        self._forget_open()
         with RowIndex.open(self._index_path) as index:
             for row_index in row_indices:
                 page = list(index.rows_between(row_index, row_index + 1))
@@ -124,6 +134,12 @@ class PendingRows:
             is_done = samples is not None and samples.is_complete
             if not is_done and row.error_code is None and self._leads(index, row):
                 yield self._to_request(row, samples, partials.get(row.row_index, ()))
+            else:
+                self._taken.discard(row.row_index)
+
+    def _forget_open(self) -> None:
+        self._open.clear()
+        self._num_asked = self._num_answered = 0
 
     def _leads(self, index: RowIndex, row: IndexRow) -> bool:
         """Tell whether the row is the first of its kind in this shard."""
@@ -147,6 +163,7 @@ class PendingRows:
         request = record.to_request(params, default_timeout_seconds=self._timeout_seconds)
         left = set(range(params.n)) - (set() if done is None else done.indices)
         self._open[row.row_id] = _OpenRow(row=row, num_samples=params.n, num_left=len(left))
+        self._num_asked += len(left)
         if done is None and not partials:
             return request
         return replace(
@@ -166,8 +183,11 @@ class PendingRows:
         open_row = self._open[completion.request_id]
         open_row.num_left -= 1
         open_row.has_failed |= completion.error is not None
+        self._num_answered += 1
+        self._feed.wake()
         if not open_row.num_left:
             del self._open[completion.request_id]
+            self._taken.discard(open_row.row.row_index)
             self._count(has_failed=open_row.has_failed)
         self.counts.num_length += completion.finish_reason is FinishReason.LENGTH
         result = _to_row(completion, open_row)
@@ -179,6 +199,7 @@ class PendingRows:
         open_row = next(o for o in self._open.values() if o.row.row_index == row_index)
         row = open_row.row
         del self._open[row.row_id]
+        self._taken.discard(row_index)
         self._count(has_failed=True)
         done = self._ledger.done_samples(self._lease.job_key, row_index, row_index).get(row_index)
         left = set(range(open_row.num_samples)) - (set() if done is None else done.indices)

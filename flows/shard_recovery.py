@@ -68,14 +68,13 @@ class RecoverableShard(Protocol):
         ...
 
 
-def answer_all(shard: RecoverableShard, suspects: Collection[int]) -> None:
-    """Answer every pending row, the suspects of an earlier attempt first.
+def answer_all(shard: RecoverableShard) -> None:
+    """Answer every pending row.
 
     Raises:
         BadDeviceError: the device is bad; what is pending may be answered on another.
         WorkerError: no worker could be started, or workers die and no row can be blamed.
     """
-    _isolate(shard, sorted(suspects))
     num_fruitless = 0
     while not shard.is_stopped:
         try:
@@ -85,14 +84,19 @@ def answer_all(shard: RecoverableShard, suspects: Collection[int]) -> None:
             num_fruitless = 0 if accused else num_fruitless + 1
             if num_fruitless == _MAX_FRUITLESS_DEATHS:
                 raise
-            _isolate(shard, accused)
+            isolate(shard, accused)
         else:
             return
 
 
-def _isolate(shard: RecoverableShard, suspects: Sequence[int]) -> None:
-    """Answer the suspects in groups, halving each group of which a worker dies."""
-    groups = [list(suspects)] if suspects else []
+def isolate(shard: RecoverableShard, suspects: Collection[int]) -> None:
+    """Answer the suspects in groups, halving each group of which a worker dies.
+
+    Raises:
+        BadDeviceError: as of `answer_all`.
+        WorkerError: no worker could be started.
+    """
+    groups = [sorted(suspects)] if suspects else []
     crashes_alone = Counter[int]()
     while groups and not shard.is_stopped:
         group = groups.pop()

@@ -2,52 +2,30 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from engine import (
-    Bucket,
-    GenerateRequest,
-    OfflineInference,
-    PartialOutput,
-    RequestError,
-    RequestErrorCode,
-    RunStats,
-    SamplingParams,
-    WorkerError,
-)
-from flows.config import JobConfig
+from engine import RunStats
+from flows.engine_part import EnginePart
+from flows.engine_part import ShardJob as ShardJob
 from flows.ledger import Ledger
-from flows.ledger_rows import JobRow, Lease
+from flows.ledger_rows import Lease
 from flows.owner import Owner
-from flows.pending_rows import PendingRows
-from flows.records import RecordReader
+from flows.row_feed import RowFeed
 from flows.schema import ShardState
-from flows.shard_recovery import BadDeviceError, answer_all
-from flows.shard_writer import STREAM_NAME, ShardWriter
+from flows.shard_recovery import BadDeviceError, answer_all, isolate
+from flows.spare_slots import SpareSlots
 from flows.stacks import Slot, StackPool, StoppedError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardJob:
-    """What every shard of a job shares. sampling is the job's, with its seed filled in."""
-
-    config: JobConfig
-    job: JobRow
-    index_path: Path
-    sampling: SamplingParams
-    job_dir: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSummary:
     """What one attempt at a shard did; counts are rows of this attempt alone.
 
-    num_length samples were cut at max_tokens. num_deduplicated rows got the answer of another row, which saved num_saved_tokens. device and dtype are None when it was stopped before an engine was loaded.
+    num_length samples were cut at max_tokens. num_deduplicated rows got the answer of another row, which saved num_saved_tokens. slot, device and dtype are of the engine that began, None when it was stopped before an engine was loaded; busy_seconds_by_slot is of all that took part.
     """
 
     shard_index: int
@@ -63,6 +41,7 @@ class ShardSummary:
     num_saved_tokens: int = 0
     num_worker_deaths: int = 0
     stats: RunStats = field(default_factory=RunStats)
+    busy_seconds_by_slot: dict[int, float] = field(default_factory=dict)
 
 
 def run_shard(
@@ -72,12 +51,12 @@ def run_shard(
     ledger: Ledger,
     stacks: StackPool,
     stop: threading.Event,
-    flow_run_id: str | None = None,
+    spare: SpareSlots | None = None,
 ) -> ShardSummary:
     """Answer the pending rows of one shard, on another device when one is bad.
 
     When `stop` is set, the step in flight is finished, what is there is committed, and the shard
-    is left resumable.
+    is left resumable. `spare` slots may take rows too.
 
     Raises:
         LedgerError: somebody else holds the shard, or the lease was lost.
@@ -86,163 +65,172 @@ def run_shard(
             committed.
         ConfigError: the input changed since it was planned.
     """
+    spare = SpareSlots(stacks) if spare is None else spare
+    parts: list[EnginePart] = []
+    num_resumed: int | None = None
+    state = ShardState.INTERRUPTED
     try:
-        while True:
+        while state is not ShardState.DONE and not (parts and stop.is_set()):
             with stacks.borrow(stop) as slot:  # first, so that a shard that waits holds no lease
                 lease = ledger.acquire_shard(
                     shard_job.job.job_key,
                     shard_index,
                     owner=Owner.current(),
                     lease_seconds=shard_job.config.lease_seconds,
-                    flow_run_id=flow_run_id,
+                    flow_run_id=shard_job.flow_run_id,
                 )
+                num_resumed = lease.num_done if num_resumed is None else num_resumed
+                shard = _Shard(shard_job, ledger, lease, stop, parts)
                 try:
-                    return _run_leased(shard_job, ledger, lease, slot, stop)
+                    state = _run_leased(shard, slot, spare)
                 except BadDeviceError as error:
                     slot.retire(str(error))
     except StoppedError:
-        return ShardSummary(shard_index=shard_index, state=ShardState.INTERRUPTED)
+        pass
+    return _summarise(shard_index, state, num_resumed or 0, parts)
 
 
-def _run_leased(
-    shard_job: ShardJob, ledger: Ledger, lease: Lease, slot: Slot, stop: threading.Event
-) -> ShardSummary:
+def _run_leased(shard: "_Shard", slot: Slot, spare: SpareSlots) -> ShardState:
     """Run the shard and release its lease, however it ends."""
+    ledger, lease = shard.ledger, shard.lease
+    num_before = len(shard.parts)
     try:
-        summary = _ShardRun(shard_job, ledger, lease, slot, stop).run()
+        shard.run(slot, spare)
     except Exception as error:
         ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
         raise
     except BaseException:
         ledger.release_shard(lease, ShardState.INTERRUPTED)
         raise
+    state = ShardState.INTERRUPTED if shard.num_left else ShardState.DONE
+    stats = _sum_stats(shard.parts[num_before:])
     ledger.release_shard(
         lease,
-        summary.state,
-        busy_seconds=summary.stats.busy_seconds,
-        stats={"preemptions": summary.stats.num_preemptions, "steps": summary.stats.num_steps},
+        state,
+        busy_seconds=stats.busy_seconds,
+        stats={"preemptions": stats.num_preemptions, "steps": stats.num_steps},
     )
-    return summary
+    return state
 
 
-class _ShardRun:
-    """One attempt at one shard; see shard_recovery.RecoverableShard for its public methods."""
+class _Shard:
+    """A shard under one lease, and the engines that answer it: the one that began, and spare ones.
+
+    parts are of this lease and of those before.
+    """
 
     def __init__(
         self,
         shard_job: ShardJob,
         ledger: Ledger,
         lease: Lease,
-        slot: Slot,
         stop: threading.Event,
+        parts: list[EnginePart],
     ) -> None:
-        self._job_dir = shard_job.job_dir
-        self._config = shard_job.config
-        self._ledger = ledger
-        self._lease = lease
-        self._slot = slot
-        self._stop = stop
-        self._stats = RunStats()
-        self._num_worker_deaths = 0
-        self._writer = ShardWriter(
-            ledger,
+        self.ledger = ledger
+        self.lease = lease
+        self.parts = parts
+        self._shard_job = shard_job
+        self._over = _Over(stop)
+        self._error: Exception | None = None
+        engine = shard_job.config.engine
+        self._feed = RowFeed(
             lease,
-            self._config,
-            max_failed_rows=self._config.max_failed_of(shard_job.job.num_rows),
-            stream_path=self._job_dir / STREAM_NAME if self._config.stream_output else None,
-        )
-        self._reader = RecordReader(self._config.sources, self._config.prompt)
-        self._rows = PendingRows(
-            ledger,
-            lease,
-            self._reader,
-            index_path=shard_job.index_path,
-            sampling=shard_job.sampling,
-            timeout_seconds=self._config.row_timeout_seconds,
-        )
-
-    def run(self) -> ShardSummary:
-        """Answer every pending row, and commit every answer."""
-        # The writer comes first: its heartbeat keeps the lease while a model loads.
-        with self._writer, self._reader, self._rows:
-            engine = self._use(self._slot.engine())
-            for row in self._rows.copies_of_done():
-                self._writer.put(row)
-            self._writer.flush()
-            answer_all(self, self._suspects())
-        engine = self._slot.engine()
-        counts = self._rows.counts
-        return ShardSummary(
-            shard_index=self._lease.shard_index,
-            state=ShardState.DONE if self._rows.is_done else ShardState.INTERRUPTED,
-            slot=self._slot.number,
-            device=engine.device,
-            dtype=engine.dtype,
-            num_resumed=self._lease.num_done,
-            num_ok=counts.num_ok,
-            num_error=counts.num_error,
-            num_length=counts.num_length,
-            num_deduplicated=counts.num_deduplicated,
-            num_saved_tokens=counts.num_saved_tokens,
-            num_worker_deaths=self._num_worker_deaths,
-            stats=self._stats,
+            stop=self._over,
+            num_engines=len(engine.device_ids) // engine.tensor_parallel_size,
+            batch_size=engine.scheduler.max_num_seqs,
         )
 
     @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
+    def num_left(self) -> int:
+        """Rows that no engine has taken."""
+        return self._feed.num_left
 
-    def answer(self, row_indices: Sequence[int] | None) -> None:
-        rows = self._rows
-        requests = rows.requests() if row_indices is None else rows.requests_of(row_indices)
+    @property
+    def num_to_share(self) -> int:
+        """Rows that another engine may take."""
+        return 0 if self._over.is_set() else self.num_left
+
+    def run(self, slot: Slot, spare: SpareSlots) -> None:
+        """Answer every row, but for those that a spare engine which failed has given back.
+
+        The slot is given back before that when only others still work on the shard.
+        """
         try:
-            self._answer(self._slot.engine(), requests)
+            with self._part(slot) as part:
+                part.copy_done()
+                isolate(part, self._suspects())
+                spare.share(self)
+                answer_all(part)
+            slot.give_back()
+        except BaseException:
+            self._over.set()
+            raise
         finally:
-            self._writer.flush()
+            spare.unshare(self)
+        if self._error is not None:
+            raise self._error
 
-    def accuse(self, error: WorkerError) -> list[int]:
-        self._num_worker_deaths += 1
-        accused = self._rows.row_indices_of(error.request_ids)
-        if accused:
-            self._ledger.add_suspects(self._lease, accused)
-        return accused
+    def help(self, slot: Slot) -> None:
+        """Answer rows with another engine until none is left to take."""
+        with self._part(slot) as part:
+            answer_all(part)
 
-    def unanswered(self, row_indices: Sequence[int]) -> list[int]:
-        return self._rows.without_result(row_indices)
+    def fail(self, error: Exception) -> None:
+        """End the shard with an error that an engine beside the first one has met."""
+        self._error = self._error or error
+        self._over.set()
 
-    def condemn(self, row_index: int, error: WorkerError) -> None:
-        reason = f"a worker died whenever this row was asked, also when it was alone: {error}"
-        logger.error("row_index=%d gets engine_crash: %s", row_index, error)
-        for row in self._rows.fail(row_index, RequestError(RequestErrorCode.ENGINE_CRASH, reason)):
-            self._writer.put(row)
-        self._writer.flush()
-
-    def replace_engine(self) -> OfflineInference:
-        return self._use(self._slot.replace_engine())
-
-    def _use(self, engine: OfflineInference) -> OfflineInference:
-        self._writer.device = engine.device
-        return engine
-
-    def _answer(self, engine: OfflineInference, requests: Iterator[GenerateRequest]) -> None:
-        completions = engine.run(
-            requests,
-            stop=self._stop,
-            on_partials=self._put_partials,
-            partial_seconds=self._config.partial_seconds,
-        )
-        try:
-            with closing(completions):
-                for completion in completions:
-                    engine.charge(Bucket.COMMIT)
-                    for row in self._rows.results_of(completion):
-                        self._writer.put(row)
-        finally:
-            self._stats = self._stats.plus(engine.take_stats())
-
-    def _put_partials(self, partials: list[PartialOutput]) -> None:
-        self._writer.put_partials(self._rows.partial_rows(partials))
+    def _part(self, slot: Slot) -> EnginePart:
+        part = EnginePart(self._shard_job, self.ledger, self._feed, slot, self._over)
+        self.parts.append(part)
+        return part
 
     def _suspects(self) -> dict[int, int]:
-        first, last = self._lease.first_row, self._lease.first_row + self._lease.num_rows - 1
-        return self._ledger.suspects_of(self._lease.job_key, first, last)
+        first, last = self.lease.first_row, self.lease.first_row + self.lease.num_rows - 1
+        return self.ledger.suspects_of(self.lease.job_key, first, last)
+
+
+class _Over(threading.Event):
+    """Set when a shard is to end: of itself, or because the whole run is."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._stop.is_set()
+
+
+def _sum_stats(parts: Sequence[EnginePart]) -> RunStats:
+    total = RunStats()
+    for part in parts:
+        total = total.plus(part.stats)
+    return total
+
+
+def _summarise(
+    shard_index: int, state: ShardState, num_resumed: int, parts: Sequence[EnginePart]
+) -> ShardSummary:
+    loaded = [part for part in parts if part.device is not None]
+    if not loaded:
+        return ShardSummary(shard_index=shard_index, state=state)
+    busy_seconds: defaultdict[int, float] = defaultdict(float)
+    for part in loaded:
+        busy_seconds[part.slot_number] += part.stats.busy_seconds
+    return ShardSummary(
+        shard_index=shard_index,
+        state=state,
+        slot=loaded[0].slot_number,
+        device=loaded[0].device,
+        dtype=loaded[0].dtype,
+        num_resumed=num_resumed,
+        num_ok=sum(part.counts.num_ok for part in loaded),
+        num_error=sum(part.counts.num_error for part in loaded),
+        num_length=sum(part.counts.num_length for part in loaded),
+        num_deduplicated=sum(part.counts.num_deduplicated for part in loaded),
+        num_saved_tokens=sum(part.counts.num_saved_tokens for part in loaded),
+        num_worker_deaths=sum(part.num_worker_deaths for part in loaded),
+        stats=_sum_stats(loaded),
+        busy_seconds_by_slot=dict(busy_seconds),
+    )

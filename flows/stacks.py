@@ -92,6 +92,16 @@ class StackPool:
         with self._condition:
             return sum(stack.bad_reason is None for stack in self._stacks)
 
+    def has_idle(self, *, is_warm: bool) -> bool:
+        """Tell whether a slot is not lent; with is_warm, one whose engine is loaded."""
+        with self._condition:
+            return any(
+                stack.bad_reason is None
+                and not stack.is_lent
+                and (stack.engine is not None or not is_warm)
+                for stack in self._stacks
+            )
+
     @contextmanager
     def borrow(self, stop: threading.Event | None = None) -> Iterator["Slot"]:
         """Wait for a free slot and lend it; its engine is loaded when it is first asked for.
@@ -103,14 +113,14 @@ class StackPool:
             ConfigError: the locks of the devices cannot be used.
             WorkerError: every device is bad.
         """
-        stack = self._take(stop or threading.Event())
+        slot = Slot(self._take(stop or threading.Event()), self)
         try:
-            yield Slot(stack, self)
+            yield slot
         except BaseException:
-            stack.close_engine()
+            slot.close_engine()
             raise
         finally:
-            self._give_back(stack)
+            slot.give_back()
 
     def close(self) -> None:
         """Wait until every slot is given back, and close every warm engine."""
@@ -179,7 +189,8 @@ class StackPool:
                 return stack
         return None
 
-    def _give_back(self, stack: _Stack) -> None:
+    def give_back(self, stack: _Stack) -> None:
+        """Take a slot back; its engine stays warm."""
         if self._warm_seconds == 0:
             stack.close_engine()
         if stack.engine is None:
@@ -208,7 +219,7 @@ class StackPool:
                     stack.is_lent = True
             for stack in due:
                 stack.close_engine()
-                self._give_back(stack)
+                self.give_back(stack)
 
     def _is_due(self, stack: _Stack) -> bool:
         idle_seconds = time.monotonic() - stack.idle_since
@@ -228,6 +239,7 @@ class Slot:
         self.number = stack.number
         self._stack = stack
         self._pool = pool
+        self._is_borrowed = True
 
     def engine(self) -> OfflineInference:
         """Return the slot's engine; see StackPool.engine_of."""
@@ -238,9 +250,20 @@ class Slot:
         self._stack.close_engine()
         return self.engine()
 
+    def close_engine(self) -> None:
+        """Close the engine, unless the slot was given back with it."""
+        if self._is_borrowed:
+            self._stack.close_engine()
+
     def retire(self, reason: str) -> None:
         """Give the slot up for good."""
         self._pool.retire(self._stack, reason)
+
+    def give_back(self) -> None:
+        """Let another borrow the slot; the second time does nothing."""
+        if self._is_borrowed:
+            self._is_borrowed = False
+            self._pool.give_back(self._stack)
 
 
 def _stacks_of(config: EngineConfig, *, is_locked: bool) -> list[_Stack]:

@@ -125,6 +125,17 @@ def assert_equals_reference(backend: DeviceBackend, case: Case) -> None:
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
+def assert_takes_strided_queries(backend: DeviceBackend, case: Case) -> None:
+    """Compare a query whose heads do not lie side by side, as layers of some families have it."""
+    turned = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not turned.is_contiguous()
+    there = case.on(backend.device)
+    found = backend.attention(
+        turned.to(backend.device), there.caches, there.metadata, there.options
+    )
+    assert torch.equal(found.cpu(), attend(backend, case))
+
+
 def assert_reads_only_its_own_blocks(backend: DeviceBackend, case: Case) -> None:
     """Fill what no request has written with what is no number, and compare."""
     before = attend(backend, case)

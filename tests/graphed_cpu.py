@@ -2,12 +2,14 @@
 
 What a real graph cannot see, these do not see either: a captured function is called without
 arguments, and the lengths on the host are those of its capture (as on CUDA) or are put in anew by
-the replay (as on an NPU).
+the replay (as on an NPU). What asks the device for a number cannot be captured.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backends import gathered_attention
 from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
@@ -15,12 +17,32 @@ from engine.backends.base import Caches, CapturedGraph
 from engine.backends.cpu import CpuBackend
 from engine.backends.reference import reference_attention
 
+_ASKING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
+class Capturing(TorchDispatchMode):
+    """Refuses what would make the host wait for the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ASKING:
+            raise RuntimeError(f"{func} is not permitted when the stream is capturing")
+        return func(*args, **(kwargs or {}))
+
 
 class RunAgain(CapturedGraph):
     def __init__(self, backend: "GraphedCpu", run: Callable[[], torch.Tensor]) -> None:
         self._backend = backend
         self._run = run
-        self._output = run().clone()
+        with Capturing():
+            self._output = run().clone()
 
     def replay(self, metadata: AttentionMetadata) -> torch.Tensor:
         self._backend.replayed = metadata
@@ -74,7 +96,7 @@ class GraphedCpuWithHostLengths(GraphedCpu):
         options: AttentionOptions,
     ) -> torch.Tensor:
         told = self.replayed or metadata
-        assert len(told.seq_lens) == len(told.query_lens) == len(query)
+        assert sum(told.query_lens) == len(query)
         assert metadata.block_tables.is_contiguous()
         seen = AttentionMetadata(
             query_lens=told.query_lens,

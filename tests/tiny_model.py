@@ -153,7 +153,8 @@ def open_engine(
         "runtime": {"inline": True, "num_threads": 1},
     }
     for section, values in (way or {}).items():
-        settings[section] = settings.get(section, {}) | values
+        is_section = isinstance(values, dict)
+        settings[section] = settings.get(section, {}) | values if is_section else values
     config = {
         "model_path": str(folder),
         "device": "cpu",

@@ -126,20 +126,19 @@ class CompileCache:
         folder = cache_dir.absolute() / key.digest
         try:
             (folder / _KERNELS_NAME).mkdir(parents=True, exist_ok=True)
-            is_hit = _is_of(folder, key)
-            if not is_hit:
-                _replace(folder / _KEY_NAME, key.as_json())
+            _write_key(folder / _KEY_NAME, key)
         except OSError as error:
             raise ConfigError(
                 f"no cache can be kept in {folder}: {error}; set engine.cache_dir to another "
                 "folder, or leave it out"
             ) from error
+        contents = _contents_of(folder)
         logger.info(
             "cache %s key=%s folder=%s contents=%s",
-            "hit" if is_hit else "miss",
+            "hit" if contents else "miss",
             key.digest,
             folder,
-            _contents_of(folder),
+            ", ".join(contents) or "none",
         )
         return cls(folder)
 
@@ -199,19 +198,16 @@ def _version_of(package: str) -> str:
         return "none"
 
 
-def _is_of(folder: Path, key: CacheKey) -> bool:
-    """Tell whether a worker of this key has been here."""
-    path = folder / _KEY_NAME
+def _write_key(path: Path, key: CacheKey) -> None:
+    """List what the key was made of, for people: the folder's name decides."""
     try:
-        found = path.read_text(encoding="utf-8")
+        found = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return False
-    except UnicodeDecodeError:
-        found = ""
+        found = None
     if found != key.as_json():
-        logger.warning("%s is damaged, and written anew", path)
-        return False
-    return True
+        if found is not None:
+            logger.warning("%s was damaged, and is written anew", path)
+        _replace(path, key.as_json())
 
 
 def _replace(path: Path, text: str) -> None:
@@ -225,14 +221,14 @@ def _replace(path: Path, text: str) -> None:
             new.unlink(missing_ok=True)
 
 
-def _contents_of(folder: Path) -> str:
+def _contents_of(folder: Path) -> list[str]:
     """Say what there is for a worker to take."""
+    contents = [f"{name}={number}" for name, number in _read_numbers(folder).items()]
     sizes = []
     for parent, _, names in os.walk(folder / _KERNELS_NAME):
         for name in names:
             with suppress(OSError):  # another worker has just replaced it
                 sizes.append((Path(parent) / name).stat().st_size)
-    found = [f"{name}={number}" for name, number in _read_numbers(folder).items()]
     if sizes:
-        found.append(f"{len(sizes)} files of kernels ({sum(sizes) / _MIB:.1f} MiB)")
-    return ", ".join(found) or "none"
+        contents.append(f"{len(sizes)} files of kernels ({sum(sizes) / _MIB:.1f} MiB)")
+    return contents

@@ -73,7 +73,7 @@ def _attend_decodes(
     tables = metadata.block_tables[rows.start : rows.stop, :num_blocks]
     seq_lens = metadata.seq_lens_tensor[rows.start : rows.stop]
     num_sharing = num_heads // num_kv_heads
-    grouped = (query.float() * options.scale).view(-1, num_sharing, width)  # [R G, P, D]
+    grouped = (query.float() * options.scale).reshape(-1, num_sharing, width)  # [R G, P, D]
     softmax = _RunningSoftmax.begin(
         (num_rows, num_kv_heads, num_sharing), value_width, options, query
     )

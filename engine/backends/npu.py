@@ -55,19 +55,13 @@ class NpuBackend(DeviceBackend):
     capabilities = Capabilities(dtypes=_DTYPES, default_memory_fraction=0.9, default_block_size=128)
 
     def __init__(self) -> None:
-        """Import torch_npu.
-
-        Raises:
-            ConfigError: it is not there, or CANN is not.
-        """
+        """Import torch_npu; a ConfigError says what is missing."""
         self._torch_npu = load_torch_npu()
         self._npu = self._torch_npu.npu
         self._visible = VisibleDevices.of(os.environ)
         self._attention_checks = AttentionChecks()
         self._device: torch.device | None = None
         self._chip = ""
-
-    # Runtime.
 
     def count_devices(self) -> int:
         """Return how many NPUs ASCEND_RT_VISIBLE_DEVICES leaves to this process."""
@@ -78,12 +72,7 @@ class NpuBackend(DeviceBackend):
         return read_holders(self._visible.physical_id(device_id))
 
     def check_device(self, device_id: int) -> None:
-        """Refuse a device that cannot be had, in the numbers of ASCEND_RT_VISIBLE_DEVICES too.
-
-        Raises:
-            ConfigError: there is no such device.
-            WorkerError: another process holds it.
-        """
+        """Refuse a device that cannot be had, in the numbers of ASCEND_RT_VISIBLE_DEVICES too."""
         self._visible.check(device_id, self.count_devices())
         super().check_device(device_id)
 
@@ -98,6 +87,7 @@ class NpuBackend(DeviceBackend):
         try:
             self._npu.set_device(device_id)
             self._chip = str(self._npu.get_device_name(device_id))
+            self._npu.synchronize()  # a card that is lost says so here
         except RuntimeError as error:
             raise WorkerError(
                 f"npu {device_id} cannot be bound: {self.explain_error(error)}",
@@ -153,11 +143,7 @@ class NpuBackend(DeviceBackend):
         return f"{type(error).__name__}: {_read(error).words}"
 
     def check_block_size(self, block_size: int) -> None:
-        """Refuse a KV block size that the kernels do not page by.
-
-        Raises:
-            ConfigError: with the sizes that they do.
-        """
+        """Refuse a KV block size that the kernels do not page by."""
         check_block_size(block_size)
 
     def check_attention(
@@ -165,11 +151,7 @@ class NpuBackend(DeviceBackend):
         states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         options: AttentionOptions,
     ) -> None:
-        """Refuse a layer that the operator cannot serve.
-
-        Raises:
-            ConfigError: which property of the layer it is.
-        """
+        """Refuse a layer that the operator cannot serve."""
         self._attention_checks.check(states, options)
 
     def make_profile(self, scratch: Path) -> Profile:

@@ -49,7 +49,8 @@ class VisibleDevices:
 
     def physical_id(self, device_id: int) -> int:
         """Return the machine's number of a device that this process calls device_id."""
-        return device_id if self.text is None else self.physical_ids[device_id]
+        is_renamed = device_id < len(self.physical_ids)
+        return self.physical_ids[device_id] if is_renamed else device_id
 
     def describe(self, device_id: int, chip: str) -> str:
         """Return a bound device in words, with the machine's number where that is another."""

@@ -172,6 +172,8 @@ class StepProfiler:
         name = f"rank{self._rank}-steps-{first}-{last}-{stamp}-pid{os.getpid()}.json"
         plain, packed = (Path(self._scratch.name) / f"{name}{end}" for end in ("", ".gz"))
         profile.export_chrome_trace(str(plain))
+        if not plain.exists():  # torch_npu's profiler raises nothing, but says it in the log
+            raise RuntimeError("the device's profiler has made none; the lines above may say why")
         with plain.open("rb") as source, gzip.open(packed, "wb", _COMPRESS_LEVEL) as target:
             shutil.copyfileobj(source, target)
         path = packed.replace(self._folder / packed.name)
@@ -186,7 +188,7 @@ class StepProfiler:
 
     def _give_up(self, error: Exception) -> None:
         self._is_over = True
-        logger.warning("no trace is written: %s", error, exc_info=error)
+        logger.warning("no trace is written: %s", error)
         self._clear_scratch()
 
     def _clear_scratch(self) -> None:

@@ -15,23 +15,22 @@ from engine.layers.paged_attention import PagedAttention
 
 with without_torch_npu():
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION_NAME = "tokenmill_paged"
 
 
 def attach(model: torch.nn.Module, attention: PagedAttention) -> None:
-    """Hand the attention of a whole model to `attention`."""
+    """Hand the attention of a whole model to `attention`.
+
+    Causality comes from the paged layout, so there is no mask. For a name that has no function for
+    masks, transformers does not even look whether the positions are those of several texts: that
+    look would make the host wait for the device in each step.
+    """
     AttentionInterface.register(ATTENTION_NAME, _attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             object.__setattr__(module, "paged_attention", attention)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Build no mask: causality comes from the paged layout."""
 
 
 def _attention_forward(  # noqa: PLR0913 - the signature is transformers'

@@ -28,9 +28,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
-        level=level,
+        level="WARNING",  # of libraries
         format=f"%(asctime)s %(levelname)s rank={rank} pid=%(process)d %(name)s: %(message)s",
     )
+    logging.getLogger("engine").setLevel(level)
     serve(Channel.inherited(file_descriptor))
 
 

@@ -9,10 +9,17 @@ import torch
 
 from engine.backends import load_backend
 from engine.backends.base import Array
+from engine.backends.compile_cache import CompileCache
+from engine.backends.profiler import StepProfiler
 from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.layers.decode_graphs import DecodeGraphs, GraphLimits, count_spare_blocks
+from engine.layers.decode_graphs import (
+    DecodeGraphs,
+    GraphLimits,
+    capture_sizes,
+    count_spare_blocks,
+)
 from engine.layers.device_sampler import sample_on_device, sampling_arrays
 from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
 from engine.layers.last_tokens import LastTokens
@@ -51,6 +58,10 @@ class ModelRunner(Runner):
             )
         self.block_size = config.cache.block_size or self._backend.capabilities.default_block_size
         self._backend.check_block_size(self.block_size)
+        self._has_graphs = self._backend.has_graphs and not config.enforce_eager
+        graph_sizes = capture_sizes(config.scheduler.max_num_seqs) if self._has_graphs else []
+        self._cache = CompileCache.of(config, self._source, self._backend, graph_sizes)
+        self._profiler = StepProfiler.of(config, self._backend, rank=start.rank)
         if config.deterministic:
             self._backend.row_exact()  # refuses before anything is loaded
         # Before the ranks meet, so that none loads while another still looks at what is free.
@@ -110,9 +121,17 @@ class ModelRunner(Runner):
             PoolLimits(
                 block_size=self.block_size,
                 max_useful_tokens=self._config.scheduler.max_num_seqs * self._source.max_model_len,
-                reserved_bytes=self._backend.measure_peak_bytes(self._run_largest_step),
+                reserved_bytes=self._peak_bytes(),
                 num_sharing_ranks=self._group.world_size if self._backend.name == "cpu" else 1,
             ),
+        )
+
+    def _peak_bytes(self) -> int:
+        """Return what the largest step holds beyond weights and cache."""
+        if self._backend.is_host or self._group.world_size > 1:  # see CompileCache.remember
+            return self._backend.measure_peak_bytes(self._run_largest_step)
+        return self._cache.remember(
+            "peak_bytes", lambda: self._backend.measure_peak_bytes(self._run_largest_step)
         )
 
     @torch.inference_mode()
@@ -131,9 +150,8 @@ class ModelRunner(Runner):
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV pool, run one small step of each kind, and capture graphs."""
-        has_graphs = self._backend.has_graphs and not self._config.enforce_eager
         max_num_seqs = self._config.scheduler.max_num_seqs
-        num_spare = count_spare_blocks(max_num_seqs, self.block_size) if has_graphs else 0
+        num_spare = count_spare_blocks(max_num_seqs, self.block_size) if self._has_graphs else 0
         caches = allocate_pool(
             num_blocks + num_spare,
             self.block_size,
@@ -150,7 +168,7 @@ class ModelRunner(Runner):
                 block_size=self.block_size,
                 num_tokens=min(num_blocks * self.block_size // 2, self._source.max_model_len),
             )
-        if has_graphs:
+        if self._has_graphs:
             limits = GraphLimits(
                 max_num_seqs=max_num_seqs,
                 max_model_len=self._source.max_model_len,
@@ -163,27 +181,31 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> PendingStep:
         """Begin one step; only token ids and asked-for log probabilities come to the host."""
-        with self._backend.row_exact() if self._config.deterministic else nullcontext():
+        exactly = self._backend.row_exact() if self._config.deterministic else nullcontext()
+        with self._profiler.step(batch), exactly:
             return self._launch(batch)
 
     def _launch(self, batch: ScheduleBatch) -> PendingStep:
         started_at = time.perf_counter()
-        step = self._slots.prepare(batch, self._extra_arrays)
+        with self._profiler.phase("prepare"):
+            step = self._slots.prepare(batch, self._extra_arrays)
         prepared_at = time.perf_counter()
         count = len(step.sampling)
         with self._backend.computing():
-            if self._last_tokens is not None:
-                self._last_tokens.feed(step)
-            replayed = self._graphs.replay(step) if self._graphs is not None else None
-            logits = self._forward(step) if replayed is None else replayed
+            with self._profiler.phase("forward"):
+                if self._last_tokens is not None:
+                    self._last_tokens.feed(step)
+                replayed = self._graphs.replay(step) if self._graphs is not None else None
+                logits = self._forward(step) if replayed is None else replayed
             computed_at = time.perf_counter()
             asking = asking_rows(step)
             raw = logits[asking] if asking else logits[:0]  # a copy: sampling changes the logits
-            fetched = self._backend.fetch(self._sample(logits[:count], step))
+            with self._profiler.phase("sample"):
+                fetched = self._backend.fetch(self._sample(logits[:count], step))
         launched = ModelStep(
             batch.step_id,
             step,
-            fetched,
+            self._profiler.watch(batch.step_id, fetched),
             lambda drawn: self._score(raw, logits[count:], step, drawn),
             previous=self._newest,
         )
@@ -252,6 +274,7 @@ class ModelRunner(Runner):
 
     def close(self) -> None:
         """Let go of the graphs, of the pool and of the model."""
+        self._profiler.close()
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None

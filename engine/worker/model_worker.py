@@ -62,6 +62,7 @@ class ModelWorker:
         started = time.perf_counter()
         try:
             config = EngineConfig.model_validate(message.config)
+            logger.info("loading model=%s ranks=%d", config.model_path, message.world_size)
             self._runner = _make_runner(config, message)
             num_blocks = self._runner.load()
         except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words

@@ -1,12 +1,12 @@
 """What fused decoder layers gain on the CPU: decode steps of the demo's model, with and without.
 
-`python tests/bench/fused_layers.py` runs both kinds in one process, in turn, so that what else the
-machine does falls on both, and prints the least processor time of a step with the layers of
-transformers over that with fused ones. `make demo` makes the model.
+`python tests/bench/fused_layers.py` runs both kinds in one process, in turn, and prints the time of
+a step's decoder layers as transformers has them over that of fused ones. What else the machine does
+only adds to a time, and hardly ever to every run of the same layer: so a step's time is the sum of
+each layer's least processor time. `make demo` makes the model.
 """
 
 import argparse
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,17 +54,11 @@ def main() -> None:
     kinds = (WithoutFusedLayers(), WithFusedLayers())
     models = [_load(backend, options.demo_dir, options.dtype, num_blocks) for backend in kinds]
     print(f"{options.dtype}, {options.threads} threads, {options.context} tokens each")
-    print(f"{'step':<12} {'plain ms':>9} {'fused ms':>9} {'ratio':>6}  ratios of a round, middle half")
+    print(f"{'step':<12} {'plain ms':>9} {'fused ms':>9} {'ratio':>6}")
     for step in steps:
-        times = _alternate(models, step, options.rounds)
-        low, _, high = statistics.quantiles([plain / fused for plain, fused in times], n=4)
-        # What else the machine does only adds to a time.
-        plain, fused = (1e3 * min(kind) for kind in zip(*times, strict=True))
+        plain, fused = (1e3 * seconds for seconds in _alternate(models, step, options.rounds))
         name = f"decode {step.batch}" if step.num_new == 1 else f"prefill {step.num_new}"
-        print(
-            f"{name:<12} {plain:9.1f} {fused:9.1f} {plain / fused:6.3f}  {low:.3f} to {high:.3f}",
-            flush=True,
-        )
+        print(f"{name:<12} {plain:9.1f} {fused:9.1f} {plain / fused:6.3f}", flush=True)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -92,20 +86,35 @@ def _load(backend: CpuBackend, demo_dir: Path, dtype: str, num_blocks: int) -> L
     return model
 
 
-def _alternate(models: list[LoadedModel], step: Step, rounds: int) -> list[list[float]]:
-    """Return the seconds of each kind, round by round; the first round warms up."""
-    times = []
-    for number in range(rounds + 1):
-        order = [0, 1] if number % 2 else [1, 0]
-        seconds = dict.fromkeys(order, 0.0)
-        for kind in order:
-            seconds[kind] = _time(models[kind], step)
-        times.append([seconds[0], seconds[1]])
-    return times[1:]
+def _alternate(models: list[LoadedModel], step: Step, rounds: int) -> list[float]:
+    """Return the seconds of each kind."""
+    least = [[float("inf")] * len(model.module.model.layers) for model in models]
+    for number in range(2 * rounds):
+        kind = number % 2
+        times = _time_layers(models[kind], step)
+        least[kind] = [min(pair) for pair in zip(least[kind], times, strict=True)]
+    return [sum(seconds) for seconds in least]
+
+
+def _time_layers(model: LoadedModel, step: Step) -> list[float]:
+    """Return the seconds of each layer in one step."""
+    started: list[float] = []
+    ended: list[float] = []
+    hooks = []
+    for layer in model.module.model.layers:
+        before = layer.register_forward_pre_hook(lambda *_: started.append(time.process_time()))
+        after = layer.register_forward_hook(lambda *_: ended.append(time.process_time()))
+        hooks += [before, after]
+    try:
+        _run(model, step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [end - start for start, end in zip(started, ended, strict=True)]
 
 
 @torch.inference_mode()
-def _time(model: LoadedModel, step: Step) -> float:
+def _run(model: LoadedModel, step: Step) -> None:
     total = step.num_old + step.num_new
     tables = torch.arange(step.batch * step.num_blocks, dtype=torch.int32)
     tables = tables.view(step.batch, step.num_blocks)
@@ -120,10 +129,8 @@ def _time(model: LoadedModel, step: Step) -> float:
         seq_lens_tensor=torch.full((step.batch,), total, dtype=torch.int32),
     )
     last = torch.arange(step.num_new - 1, len(positions), step.num_new)
-    started = time.process_time()
     with model.attention.step(metadata):
         model.logits(torch.ones_like(positions), positions, last)
-    return time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from attention_cases import (
     Case,
     assert_equals_reference,
     assert_reads_only_its_own_blocks,
+    assert_takes_strided_queries,
     make_case,
 )
 
@@ -85,6 +86,13 @@ def test_a_request_reads_no_block_but_its_own_on_the_device(
     backend: DeviceBackend, make_device_case: Callable[..., Case], step: str
 ) -> None:
     assert_reads_only_its_own_blocks(backend, make_device_case(step))
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_heads_need_not_lie_side_by_side_on_the_device(
+    backend: DeviceBackend, make_device_case: Callable[..., Case], step: str
+) -> None:
+    assert_takes_strided_queries(backend, make_device_case(step))
 
 
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.integration
 
 MAX_TOKENS = 24
 MAX_POSITIONS = 320
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=MAX_TOKENS)
 # Blocks that the longest prompt and its answer just fit in with others beside it.
-FEW_TOKENS = 384
+FEW_TOKENS = 288
 # Lengths from 1 to 250; some end just before the end of a block of 16 or of 128.
 PROMPTS: list[list[int]] = [
     [0],
@@ -46,16 +46,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """transformers' own model on the device, and how near its logits are to a tie."""
+    """transformers' own model on the device, and in float32 on the CPU for how near a tie is."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        # Eager: torch_npu puts a kernel of its own in the place of torch's attention.
-        self._model = LlamaForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
-        ).to(device)
+        # eager: of plain operations, which every device has.
+        load = partial(LlamaForCausalLM.from_pretrained, folder, attn_implementation="eager")
+        self._model = load(dtype=dtype).to(device)
+        self._exact = load(dtype=torch.float32)
         self._device = device
-        # What rounding may move a logit by, as a part of the largest.
-        self._rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
         self.answers = [self._generate(prompt) for prompt in PROMPTS]
 
     def _generate(self, prompt: list[int]) -> list[int]:
@@ -65,25 +63,30 @@ class Reference:
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=MAX_TOKENS,
             do_sample=False,
-            pad_token_id=0,
+            eos_token_id=None,
         )
         answer: list[int] = output[0, len(prompt) :].tolist()
         return answer
 
-    @torch.inference_mode()
     def assert_same(self, found: list[list[int]]) -> None:
-        """Let an answer differ where the two tokens nearly tie, and after that."""
+        """Let few answers differ, and no token be another than the likeliest but at a near tie."""
         for prompt, answer, wanted in zip(PROMPTS, found, self.answers, strict=True):
-            pairs = enumerate(zip_longest(answer, wanted))
-            place = next((place for place, (a, b) in pairs if a != b), None)
-            if place is None:
-                continue
-            assert place < min(len(answer), len(wanted)), "an answer ends early"
-            tokens = torch.tensor([prompt + wanted[:place]], device=self._device)
-            logits = self._model(tokens).logits[0, -1].float().cpu()
-            gap = (logits[wanted[place]] - logits[answer[place]]).item()
-            allowed = self._rounding * logits.abs().max().item()
-            assert gap <= allowed, f"token {place} of {prompt[:6]}...: {gap} is no near tie"
+            assert len(answer) == len(wanted)
+            if answer != wanted:
+                self._assert_likeliest(prompt, answer)
+        different = [a != b for a, b in zip(found, self.answers, strict=True)]
+        assert sum(different) <= len(PROMPTS) // 2
+
+    @torch.inference_mode()
+    def _assert_likeliest(self, prompt: list[int], answer: list[int]) -> None:
+        """Compare how far each token is from the likeliest with what rounding does to logits."""
+        ids = torch.tensor([prompt + answer[:-1]])
+        exact = self._exact(ids).logits[0, len(prompt) - 1 :]
+        rounded = self._model(ids.to(self._device)).logits[0, len(prompt) - 1 :].float().cpu()
+        rounding = (exact - rounded).abs().amax(-1)
+        gaps = exact.amax(-1) - exact.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        places = (gaps > 2 * rounding).nonzero()[:, 0].tolist()
+        assert not places, f"{prompt[:6]}...: {gaps[places]} apart, rounding {rounding[places]}"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_dtype: torch.dtype) -
         dtype=model_dtype,
         head_dim=128,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.3,
+        initializer_range=0.1,
     )
 
 
@@ -140,12 +143,23 @@ def generate(engine: OfflineInference, params: SamplingParams) -> list[list[int]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_answers_are_those_of_transformers(
-    way: str, open_on_device: Callable[[dict[str, Any]], Any], reference: Reference
+    way: str,
+    backend: DeviceBackend,
+    open_on_device: Callable[[dict[str, Any]], Any],
+    reference: Reference,
 ) -> None:
     with open_on_device(WAYS[way]) as engine:
         reference.assert_same(generate(engine, GREEDY))
         stats = engine.take_stats()
-    assert (stats.num_preemptions > 0) is (way == "few blocks")
+    if way != "few blocks":
+        assert stats.num_preemptions == 0
+    elif backend.is_host:  # elsewhere blocks may be longer than answers
+        assert stats.num_preemptions > 0
+    if backend.has_graphs and way != "kernel by kernel":
+        # Chunks of one token are replayed too.
+        assert stats.num_graph_steps >= stats.num_decode_steps > 0
+    else:
+        assert stats.num_graph_steps == 0
 
 
 def test_drawn_answers_are_the_same_when_asked_for_again(
@@ -162,6 +176,8 @@ def test_engines_that_are_closed_leave_no_memory_taken(
 ) -> None:
     if backend.is_host:
         pytest.skip("free memory of a host is an estimate")
+    if backend.name == "npu":
+        pytest.skip("torch_npu's expandable segments keep their memory, on the simulator at least")
 
     def run() -> None:
         with open_on_device({}) as engine:

@@ -142,6 +142,24 @@ def test_copies_events_and_operations_are_noted_with_their_streams() -> None:
     assert (up.num_bytes, down.num_bytes) == (12, 12)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_wait_that_is_missing_between_streams_is_found(waits: bool) -> None:
+    source, numbers = pinned(1, 2, 3), torch.empty(3, device="npu")
+    first, second = torch.npu.Stream(), torch.npu.Stream()
+    torch.npu.synchronize()
+    with recorder.recording():
+        with torch.npu.stream(first):
+            numbers.copy_(source, non_blocking=True)
+        if waits:
+            second.wait_event(first.record_event())
+        with torch.npu.stream(second):
+            numbers * 2
+        second.record_event()
+    ordering = recorder.find_races()
+    assert len(ordering.races) == (0 if waits else 1)
+    assert sum(ordering.ordered.values()) == (1 if waits else 0)
+
+
 @pytest.mark.parametrize("code", [507015, 507018, 507899])
 def test_an_error_of_the_device_comes_out_where_the_host_waits(code: int) -> None:
     numbers = torch.ones(3).npu()

@@ -205,6 +205,18 @@ def test_device_that_only_rounds_otherwise_gets_its_layers(dtype: torch.dtype, l
     assert count_fused(prepare(module, WrongGate())) == 0
 
 
+def test_attention_that_makes_much_of_a_last_bit_is_no_reason_to_refuse(llama: Any) -> None:
+    module = copy.deepcopy(llama).to(torch.bfloat16)
+    for layer in module.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(30)  # each token looks at one other, or nearly so
+    assert count_fused(prepare(module, RoundsOnce())) == 2
+
+
+def test_model_that_turns_in_float32_stays(tmp_path: Path) -> None:
+    module = make_model("ernie4_5", tmp_path).to(torch.bfloat16)
+    assert count_fused(prepare(module)) == 0
+
+
 def test_ranks_decide_alike(llama: Any, tmp_path: Path) -> None:
     backends = (Fusing(), WrongTurn())
     models = run_ranks(tmp_path, 2, lambda group: prepare(llama, backends[group.rank], group))

@@ -11,6 +11,7 @@ from attention_cases import (
     TOLERANCE,
     assert_equals_reference,
     assert_reads_only_its_own_blocks,
+    assert_takes_strided_queries,
     attend,
     make_case,
 )
@@ -107,6 +108,12 @@ def test_large_scores_overflow_nothing(dtype: torch.dtype, options: dict[str, An
 @pytest.mark.parametrize("step", STEPS)
 def test_a_request_reads_no_block_but_its_own(step: str) -> None:
     assert_reads_only_its_own_blocks(BACKEND, make_case(STEPS[step], torch.float32))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_heads_need_not_lie_side_by_side(step: str, options: dict[str, Any]) -> None:
+    assert_takes_strided_queries(BACKEND, make_case(STEPS[step], torch.float32, **options))
 
 
 def test_a_decode_step_reads_no_lengths_from_the_host_but_the_longest() -> None:

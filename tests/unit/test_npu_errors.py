@@ -90,7 +90,7 @@ def test_kernel_that_failed_advises_a_true_stack():
     [
         "token id 507015 is out of the vocabulary",
         "shape [2, 507899] is invalid for input of size 107020",
-        "the RESOURCE ERROR of somebody",
+        "this may PRODUCE ERROR after error",
         "",
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import EngineConfig, OfflineInference, WorkerError, WorkerFailure
-from flows.shard_recovery import BadDeviceError, answer_all
+from flows.shard_recovery import BadDeviceError, answer_all, isolate
 
 BATCH = 8
 
@@ -75,7 +75,8 @@ def test_exactly_the_guilty_rows_are_condemned_and_every_other_is_answered(
     poison = data.draw(st.sets(st.integers(0, num_rows - 1), max_size=5))
     suspects = data.draw(st.sets(st.integers(0, num_rows - 1), max_size=num_rows))
     shard = FakeShard(num_rows, poison)
-    answer_all(shard, suspects)
+    isolate(shard, suspects)
+    answer_all(shard)
     assert sorted(shard.condemned) == sorted(poison)
     assert sorted(shard.answered) == [row for row in range(num_rows) if row not in poison]
     # Halving: a death a level, and two of a row that is alone.
@@ -85,14 +86,15 @@ def test_exactly_the_guilty_rows_are_condemned_and_every_other_is_answered(
 def test_one_death_alone_condemns_nobody() -> None:
     shard = FakeShard(1, set())
     shard.deaths_to_come = [WorkerError("bad luck", failure=WorkerFailure.DIED)]
-    answer_all(shard, {0})
+    isolate(shard, {0})
+    answer_all(shard)
     assert (shard.answered, shard.condemned) == ([0], [])
 
 
 def test_a_device_whose_next_worker_cannot_answer_the_canary_is_bad() -> None:
     shard = FakeShard(3, {1}, is_device_well=False)
     with pytest.raises(BadDeviceError, match="could not answer the canary either") as caught:
-        answer_all(shard, ())
+        answer_all(shard)
     assert caught.value.failure is WorkerFailure.DIED
     assert shard.condemned == []
 
@@ -102,7 +104,7 @@ def test_what_no_row_can_cause_is_not_recovered_from(failure: WorkerFailure) -> 
     shard = FakeShard(3, set())
     shard.deaths_to_come = [WorkerError("no", failure=failure)]
     with pytest.raises(WorkerError, match="no"):
-        answer_all(shard, ())
+        answer_all(shard)
     assert shard.accused == []
 
 
@@ -110,14 +112,15 @@ def test_a_worker_that_dies_again_and_again_with_nothing_in_flight_ends_the_shar
     shard = FakeShard(3, set())
     shard.deaths_to_come = [WorkerError("idle", failure=WorkerFailure.DIED)] * 3
     with pytest.raises(WorkerError, match="idle"):
-        answer_all(shard, ())
+        answer_all(shard)
     shard.deaths_to_come = [WorkerError("idle", failure=WorkerFailure.DIED)] * 2
-    answer_all(shard, ())
+    answer_all(shard)
     assert shard.answered == [0, 1, 2]
 
 
 def test_a_stopped_shard_isolates_nobody_any_more() -> None:
     shard = FakeShard(20, {3})
     shard.is_stopped = True
-    answer_all(shard, {3, 4})
+    isolate(shard, {3, 4})
+    answer_all(shard)
     assert (shard.answered, shard.condemned, shard.accused) == ([], [], [])

@@ -149,3 +149,27 @@ def infer_output(query: torch.Tensor, value: torch.Tensor, **options: Any) -> Ou
     width = value.shape[2] // groups if options.get("block_table") is not None else value.shape[2]
     output = query.new_empty(*query.shape[:2], width)
     return output, _no_lse(query)
+
+
+def for_training(
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, S, D]
+    value: torch.Tensor,
+    head_num: int,
+    input_layout: str,
+    *options: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Attend as torch's own attention does, which the wheel sends here; no engine of ours calls it."""
+    pse, padding_mask, mask, scale, keep_prob, *_ = options
+    require_absent(pse=pse, padding_mask=padding_mask, **named)
+    require(input_layout == "BNSD", f"input_layout {input_layout}: only BNSD is simulated")
+    require(keep_prob == 1, "dropout is not simulated")
+    repeats = head_num // key.shape[1]
+    keys, values = (state.float().repeat_interleave(repeats, dim=1) for state in (key, value))
+    scores = query.float() @ keys.transpose(2, 3) * scale
+    if mask is not None:
+        hidden = mask if mask.dim() == 4 else mask[: query.shape[2], : key.shape[2]]
+        scores = scores.masked_fill(hidden.bool(), float("-inf"))
+    output = (scores.softmax(-1) @ values).to(query.dtype)
+    return output, *(_no_lse(query) for _ in range(5))

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from npu_simulator.aliases import alias, is_npu, to_npu
+from npu_simulator.cpu_gaps import run_on_cpu
 
 # They only work out sizes, on the host, and have no meta kernel.
 _ON_HOST = ("get_max_workspace", "infer_output")
@@ -17,7 +18,7 @@ _POISON = 0xA5
 def run_now(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
     owners: dict[int, torch.Tensor] = {}
     named_args, named_kwargs = _named(args, owners), _named(kwargs, owners)
-    result = func(*named_args, **named_kwargs)
+    result = run_on_cpu(func, named_args, named_kwargs)
 
     def up(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -42,7 +43,7 @@ def capture(
     names = {place: alias(tensor) for place, tensor in fresh.items()}
 
     def fill() -> None:
-        results = tree_leaves(func(*named_args, **named_kwargs))
+        results = tree_leaves(run_on_cpu(func, named_args, named_kwargs))
         for place, name in names.items():
             name.copy_(results[place])
 

@@ -100,12 +100,26 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> 
     _wake(device.index)
     stream = torch_npu._C._npu_getCurrentRawStream(device.index)
     recorder.note_operation(name, stream)
+    given = kwargs
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     result = graphs.run(func, args, kwargs, device, stream)
+    _note_access(func, args, given, result, stream)
     if name.startswith("npu::"):
         recorder.keep_call(name, args, kwargs, result)
     return result
+
+
+def _note_access(func: Any, args: Any, kwargs: dict[str, Any], result: Any, stream: int) -> None:
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        (written if is_write else read).extend(filter(is_npu, tree_leaves(value)))
+    known = {id(tensor) for tensor in read + written}
+    written += [leaf for leaf in tree_leaves(result) if is_npu(leaf) and id(leaf) not in known]
+    recorder.note_access(func.name(), stream, read, written)
 
 
 @cache

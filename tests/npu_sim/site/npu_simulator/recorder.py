@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from npu_simulator.acl import NoteKind, RawNote, controls, library, read_notes
+from npu_simulator.ordering import Access, Ordering, find_races, range_of
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 
@@ -40,6 +41,7 @@ class KernelCall:
 class Recorder:
     def __init__(self) -> None:
         self.kernel_calls: list[KernelCall] = []
+        self._accesses: list[Access] = []
         self._names: list[str] = []
         self._number_of: dict[str, int] = {}
 
@@ -56,6 +58,7 @@ class Recorder:
     def clear(self) -> None:
         controls.num_notes = 0
         self.kernel_calls.clear()
+        self._accesses.clear()
 
     @property
     def notes(self) -> list[Note]:
@@ -69,6 +72,25 @@ class Recorder:
         """Return the copies between host and device in one direction."""
         kinds = (NoteKind.COPY, NoteKind.PINNED_COPY)
         return [note for note in self.notes if note.kind in kinds and note.value == direction]
+
+    def find_races(self) -> Ordering:
+        """Look for accesses to one memory that nothing puts in an order; graphs are left out."""
+        return find_races(read_notes(), self._accesses)
+
+    def note_access(
+        self, name: str, stream: int, reads: list[torch.Tensor], writes: list[torch.Tensor]
+    ) -> None:
+        """Note what is touched on a stream, the handle of which is given."""
+        if controls.is_recording:
+            self._accesses.append(
+                Access(
+                    controls.num_notes,
+                    library.sim_stream_number(stream),
+                    name,
+                    tuple(map(range_of, reads)),
+                    tuple(map(range_of, writes)),
+                )
+            )
 
     def note_operation(self, name: str, stream: int) -> None:
         if controls.is_recording:

@@ -6,6 +6,8 @@ from npu_simulator import attention_operations, small_operations
 
 _FUSED_ATTENTION = "npu_fused_infer_attention_score"
 _KERNELS = {
+    "_npu_dtype_cast": small_operations.dtype_cast,
+    "npu_fusion_attention_v3": attention_operations.for_training,
     "npu_scatter_pa_kv_cache": small_operations.scatter_pa_kv_cache,
     "npu_rms_norm": small_operations.rms_norm,
     "npu_add_rms_norm": small_operations.add_rms_norm,

@@ -12,6 +12,11 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_TOP_K = 1024
 
 
+def dtype_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the wheel makes of `to(dtype)` where gradients may be wanted."""
+    return tensor.to(dtype, copy=True)
+
+
 def scatter_pa_kv_cache(
     key: torch.Tensor,
     value: torch.Tensor,
