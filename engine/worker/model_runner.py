@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from engine.backends import load_backend
-from engine.backends.base import Array
 from engine.backends.compile_cache import CompileCache
 from engine.backends.profiler import StepProfiler
 from engine.backends.weight_size import count_weight_bytes
@@ -20,16 +19,12 @@ from engine.layers.decode_graphs import (
     capture_sizes,
     count_spare_blocks,
 )
-from engine.layers.device_sampler import sample_on_device, sampling_arrays
 from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
-from engine.layers.last_tokens import LastTokens
-from engine.layers.logits import needs_history
 from engine.layers.model_input import ModelInput, SlotTable
 from engine.layers.model_step import ModelStep
 from engine.layers.pending_step import PendingStep
-from engine.layers.sampler import sample
-from engine.layers.slot import Slot
 from engine.layers.step_scores import StepScores, asking_rows, score_step
+from engine.layers.token_picker import TokenPicker
 from engine.messages import ScheduleBatch, StartWorker
 from engine.model_source import ModelSource
 from engine.models import load_model
@@ -84,9 +79,7 @@ class ModelRunner(Runner):
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
-        self._last_tokens: LastTokens | None = None
-        if not self._backend.is_host:
-            self._last_tokens = LastTokens(config.scheduler.max_num_seqs, self._backend.device)
+        self._picker = TokenPicker(self._backend, self._group, config.scheduler.max_num_seqs)
         self._newest: ModelStep | None = None  # of the steps that were launched
         self._graphs: DecodeGraphs | None = None
 
@@ -188,20 +181,20 @@ class ModelRunner(Runner):
     def _launch(self, batch: ScheduleBatch) -> PendingStep:
         started_at = time.perf_counter()
         with self._profiler.phase("prepare"):
-            step = self._slots.prepare(batch, self._extra_arrays)
+            step = self._slots.prepare(batch, self._picker.arrays)
         prepared_at = time.perf_counter()
         count = len(step.sampling)
         with self._backend.computing():
             with self._profiler.phase("forward"):
-                if self._last_tokens is not None:
-                    self._last_tokens.feed(step)
+                self._picker.feed(step)
                 replayed = self._graphs.replay(step) if self._graphs is not None else None
                 logits = self._forward(step) if replayed is None else replayed
             computed_at = time.perf_counter()
             asking = asking_rows(step)
             raw = logits[asking] if asking else logits[:0]  # a copy: sampling changes the logits
             with self._profiler.phase("sample"):
-                fetched = self._backend.fetch(self._sample(logits[:count], step))
+                drawn = self._picker.pick(logits[:count], step, self._newest)
+                fetched = self._backend.fetch(drawn)
         launched = ModelStep(
             batch.step_id,
             step,
@@ -222,33 +215,6 @@ class ModelRunner(Runner):
         """Return the logits that the step asks for, [rows, V]."""
         with self._model.attention.step(step.attention):
             return self._model.logits(step.input_ids, step.positions, step.logit_rows)
-
-    def _extra_arrays(self, sampling: list[Slot]) -> dict[str, Array]:
-        if self._last_tokens is None:
-            return {}
-        return {**self._last_tokens.arrays(sampling), **sampling_arrays(sampling)}
-
-    def _sample(self, logits: torch.Tensor, step: ModelInput) -> torch.Tensor:
-        """Return the tokens that rank 0 drew, [R] int64 on the device.
-
-        The others do not draw: a plan may leave the last layer whole, and where each rank computes
-        logits for itself, one that rounds otherwise would disagree on a token, and ever after.
-        """
-        slots = step.sampling
-        if not slots:
-            return torch.zeros(0, dtype=torch.int64, device=self._backend.device)
-        if self._group.rank > 0:
-            drawn = torch.zeros(len(slots), dtype=torch.int64, device=self._backend.device)
-        elif self._last_tokens is None:
-            drawn = torch.tensor(sample(logits, slots))
-        else:
-            if self._newest is not None and any(needs_history(slot.sampler) for slot in slots):
-                self._newest.result()
-            drawn = sample_on_device(logits, slots, step.extra, self._backend)
-        drawn = self._group.broadcast(drawn)
-        if self._last_tokens is not None:
-            self._last_tokens.keep(drawn, step)
-        return drawn
 
     @torch.inference_mode()
     def _score(

@@ -78,6 +78,13 @@ class Graphs:
             self._capture.add(task)
         return outputs
 
+    def add(self, stream: int, task: Callable[[], None]) -> bool:
+        """Take a task into the graph that its stream is in; return whether there is one."""
+        if self._capture is None or self._capture.stream != stream:
+            return False
+        self._capture.add(task)
+        return True
+
     def hear(self, what: int, subject: int | None, stream: int | None) -> int:
         """Take in what the simulated ACL tells; return 0, a number that was asked for, or an error."""
         try:
