@@ -14,6 +14,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 if TYPE_CHECKING:
     from engine.backends.ascend_checks import check_ascend as check_ascend
+    from engine.backends.device_files import expected_device as expected_device
     from engine.backends.device_probe import probe_devices as probe_devices
     from engine.backends.finding import Finding as Finding
     from engine.backends.finding import FindingStatus as FindingStatus
@@ -73,6 +74,7 @@ _HOME = {
     "WorkerError": "errors",
     "WorkerFailure": "errors",
     "check_ascend": "backends.ascend_checks",
+    "expected_device": "backends.device_files",
     "probe_devices": "backends.device_probe",
     "sampling_key_of": "request",
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from engine import EngineConfig
+from engine import EngineConfig, expected_device
 
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
@@ -10,9 +10,9 @@ _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DE
 def is_exclusive(config: EngineConfig) -> bool:
     """Tell whether a device is for one engine at a time by nature, as an accelerator's memory is.
 
-    The cores of a CPU and the mock device are shared; so is auto, which is the CPU.
+    The cores of a CPU and the mock device are shared.
     """
-    return config.device in _VISIBLE_DEVICES
+    return expected_device(config.device) in _VISIBLE_DEVICES
 
 
 def device_names(config: EngineConfig, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -20,9 +20,10 @@ def device_names(config: EngineConfig, environment: Mapping[str, str]) -> tuple[
 
     device_ids count the devices that the process may see, and another one may see others.
     """
-    visible = environment.get(_VISIBLE_DEVICES.get(config.device, ""), "")
+    kind = expected_device(config.device)
+    visible = environment.get(_VISIBLE_DEVICES.get(kind, ""), "")
     seen = [name.strip() for name in visible.split(",")] if visible else []
     names = (
         seen[number] if number < len(seen) else str(number) for number in sorted(config.device_ids)
     )
-    return tuple(f"{config.device}:{name}" for name in names)
+    return tuple(f"{kind}:{name}" for name in names)

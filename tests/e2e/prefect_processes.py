@@ -103,11 +103,16 @@ class Worker:
         return self._log_path.read_text(encoding="utf-8")
 
 
-@contextmanager
-def running_server(folder: Path, command: str) -> Iterator[Prefect]:
-    """Start the server on a port that is free, with a home of its own."""
+def free_port() -> int:
+    """Return a port of this host that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def running_server(folder: Path, command: str, port: int | None = None) -> Iterator[Prefect]:
+    """Start the server on a port that is free, or on this one, with its home in the folder."""
+    port = free_port() if port is None else port
     url = f"http://127.0.0.1:{port}/api"
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine import ConfigError, EngineConfig
-from engine.backends import load_backend
+from engine.backends.device_files import expected_device
 from flows import device_locks
 from flows.cli import app
 from flows.device_locks import DeviceLocks
@@ -240,5 +240,27 @@ def test_accelerators_are_for_one_engine_at_a_time() -> None:
     assert exclusive == {"auto": False, "cpu": False, "cuda": True, "npu": True, "mock": False}
 
 
-def test_auto_needs_no_lock_as_long_as_it_is_the_cpu() -> None:
-    assert load_backend("auto").name == "cpu"
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ([], "cpu"),
+        (["davinci_manager", "nvidiactl"], "cpu"),
+        (["nvidia0", "nvidiactl"], "cuda"),
+        (["davinci3", "nvidia0"], "npu"),
+    ],
+)
+def test_auto_locks_the_accelerator_that_has_device_files(
+    tmp_path: Path, files: list[str], kind: str
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in files:
+        (tmp_path / "dev" / name).touch()
+    assert expected_device("auto", tmp_path) == kind
+    assert expected_device("mock", tmp_path) == "mock"
+
+
+def test_auto_has_the_name_of_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.device_names.expected_device", lambda device: "npu")
+    config = make_config(device="auto")
+    assert is_exclusive(config)
+    assert device_names(config, {"ASCEND_RT_VISIBLE_DEVICES": "5"}) == ("npu:5",)
