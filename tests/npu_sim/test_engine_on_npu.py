@@ -102,6 +102,16 @@ def test_every_fused_call_has_the_shapes_of_the_wheels_meta_kernels(llama: Path)
         assert shapes_of(meta) == shapes_of(call.result), call.name
 
 
+def test_every_operation_of_a_run_has_a_kernel_in_the_wheel(llama: Path) -> None:
+    params = DRAWN.model_copy(update={"top_k": 40, "top_p": 0.95, "min_p": 0.01, "logprobs": 2})
+    with OfflineInference(make_config(llama, "npu")) as llm, recorder.recording():
+        llm.generate(PROMPTS, params)
+        names = set(recorder.operations)
+    assert {"aten::matmul", "npu::npu_fused_infer_attention_score"} <= names
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in names if not has_kernel(name, "PrivateUse1")] == []
+
+
 def shapes_of(result: Any) -> list[tuple[torch.Size, torch.dtype]]:
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
