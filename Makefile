@@ -66,9 +66,9 @@ test-integration: $(STAMP) ## Run the tests with real processes, databases and m
 
 npu-sim: $(STAMP) ## Run the NPU path on simulated devices; needs gcc, see tests/npu_sim/README.md.
 	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
-	    $(BIN)/python -m pytest tests/npu_sim
+	    $(BIN)/python -m pytest -W ignore::DeprecationWarning tests/npu_sim
 	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
-	    $(BIN)/python -m pytest tests/device --device npu
+	    $(BIN)/python -m pytest -W ignore::DeprecationWarning tests/device --device npu
 
 device-test: $(STAMP) ## Run the back-end contract suite on a device: make device-test DEVICE=npu.
 	@$(BIN)/python -m pytest tests/device --device $(DEVICE)

@@ -142,7 +142,7 @@ class StatsCollector:
             RunStats(
                 num_steps=1,
                 num_decode_steps=int(not step.num_prefill_tokens),
-                num_graph_steps=int(step.is_graph_replay),
+                num_graph_steps=int(step.is_graph_replay and not step.num_prefill_tokens),
                 num_output_tokens=step.num_sampled_tokens,
                 num_computed_tokens=step.num_prefill_tokens + step.num_decode_tokens,
                 num_preemptions=step.num_preempted,

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from engine import EngineConfig, SamplingParams, Section
+from flows.ray_config import RayConfig
 from flows.source_config import ColumnMapping as ColumnMapping
 from flows.source_config import PromptConfig as PromptConfig
 from flows.source_config import SourceConfig as SourceConfig
@@ -170,7 +171,17 @@ class JobConfig(Section):
         description="More error rows than this, a number or a share such as 5%, end the job as "
         "failed; it can be resumed. Left out, every row is tried.",
     )
-    shards: int = Field(default=1, ge=1, le=10_000, description="Parts that run on their own.")
+    shards: int = Field(
+        default=1, ge=1, le=10_000,
+        description="Parts that are leased, retried and shown on their own. One is enough for any "
+        "number of devices, which share its rows; a batch runs empty at the end of each.",
+    )  # fmt: skip
+    runner: Literal["local", "ray"] = Field(
+        default="local",
+        description="Where shards run: local, on the devices of this host, or ray, on the nodes of "
+        "a Ray cluster; that takes a ledger in PostgreSQL and a file system that all nodes share.",
+    )
+    ray: RayConfig = Field(default_factory=RayConfig)
     warm_seconds: float = Field(
         default=DEFAULT_WARM_SECONDS, ge=0, le=MAX_TIMEOUT_SECONDS,
         description="A loaded model that no shard uses is closed after so long, or when another "

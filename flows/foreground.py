@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,6 +24,7 @@ from flows.preparation import (
     resolve,
     resume_command,
 )
+from flows.schema import JobState
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ def _run(config: JobConfig) -> ExitCode:
         os.environ.setdefault(name, value)
     talk.print(f"job {config.job_id}  ledger {without_password(url)}", highlight=False)
     state = _run_flow(config)
+    if state is None:
+        _leave(_end_without_prefect(config))
     outcome = state.result(raise_on_failure=False)
     if isinstance(outcome, TokenmillError):
         raise outcome
@@ -77,19 +81,51 @@ def _run(config: JobConfig) -> ExitCode:
 
 
 def _run_flow(config: JobConfig) -> Any:
+    """Return the state of the flow run; None when Prefect could not be told of its end."""
     ensure_prefect_server(job_dir_of(config) / "logs" / "prefect-server.log")
+    from httpx import TransportError
+
     from flows.batch_inference import batch_inference
 
     assert config.job_id is not None
     try:
         with show_progress(config.resolved_ledger_url, config.job_id):
             return batch_inference(config, return_state=True)
+    except TransportError as error:
+        logger.warning(
+            "Prefect's server does not answer any more (%s): its UI will show this run as one that "
+            "goes on; what the ledger says is true", error,
+        )  # fmt: skip
+        return None
     except RuntimeError as error:
         if _NO_PREFECT not in str(error):
             raise
         raise ConfigError(
             f"Prefect: {error}; start its server there, or unset PREFECT_API_URL to run without one"
         ) from error
+
+
+def _end_without_prefect(config: JobConfig) -> ExitCode:
+    """Say how the job ended as the ledger has it, when the flow could not."""
+    assert config.job_id is not None
+    with Ledger.open(config.resolved_ledger_url) as ledger:
+        job = ledger.find_job(config.job_id)
+    if job is None:
+        talk.print("the job is not in the ledger yet; run it again", markup=False)
+        return ExitCode.INFRASTRUCTURE
+    _show_result(config)
+    if job.state is JobState.FINISHED:
+        return ExitCode.ROWS_FAILED if job.num_error else ExitCode.OK
+    talk.print(f"to go on: {resume_command(config)}", markup=False, highlight=False)
+    return ExitCode.INFRASTRUCTURE if job.state is JobState.FAILED else ExitCode.INTERRUPTED
+
+
+def _leave(code: ExitCode) -> NoReturn:
+    """End the process at once: Prefect would try for minutes to send what it has not sent yet."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from flows.preparation import (
 )
 from flows.records import RecordReader
 from flows.schema import JobState
+from flows.shard_cluster import ShardCluster, cluster_of
 from flows.shard_runner import ShardJob, ShardSummary, run_shard
 from flows.shard_writer import TooManyFailedRowsError
 from flows.spare_slots import SpareSlots
@@ -70,22 +71,26 @@ class JobRun:
         driver: JobDriver,
         *,
         stop: threading.Event,
-        flow_run_id: str | None,
+        cluster: ShardCluster | None,
     ) -> None:
         self.config = shard_job.config
         self.job = shard_job.job
         self.ledger = ledger
         self.stop = stop
         self._driver = driver
-        self._shard_job = replace(shard_job, flow_run_id=flow_run_id)
+        self._shard_job = shard_job
         self._plan = plan
         self._stacks = StackPool.of_job(self.config)
         self._started = time.monotonic()
         self._spare = SpareSlots(
             self._stacks,
             self.pending_shards(),
-            min_rows=self.config.engine.scheduler.max_num_seqs,
+            # Whoever runs elsewhere cannot be helped from here.
+            min_rows=None if cluster else self.config.engine.scheduler.max_num_seqs,
         )
+        self._cluster = cluster
+        if cluster is not None:
+            cluster.expect(self.pending_shards())
 
     @classmethod
     @contextmanager
@@ -105,9 +110,11 @@ class JobRun:
             _stopped_after(config.max_runtime_seconds, stop),
             Ledger.open(config.resolved_ledger_url) as ledger,
             JobDriver(ledger, lease_seconds=config.lease_seconds, lost=stop) as driver,
+            cluster_of(config) as cluster,
         ):
             shard_job, plan = prepare(config, ledger, driver)
-            run = cls(shard_job, plan, ledger, driver, stop=stop, flow_run_id=flow_run_id)
+            shard_job = replace(shard_job, flow_run_id=flow_run_id)
+            run = cls(shard_job, plan, ledger, driver, stop=stop, cluster=cluster)
             try:
                 yield run
             finally:
@@ -122,7 +129,7 @@ class JobRun:
     @property
     def num_slots(self) -> int:
         """Shards that can run at a time."""
-        return self._stacks.num_slots
+        return self._stacks.num_slots if self._cluster is None else self._cluster.num_slots
 
     def pending_shards(self) -> list[int]:
         """Return the shards that still have rows without a result."""
@@ -131,6 +138,10 @@ class JobRun:
 
     def run_shard(self, shard_index: int) -> ShardSummary:
         """Answer the pending rows of one shard; see shard_runner.run_shard for what it raises."""
+        if self._cluster is not None:
+            return self._cluster.run_shard(
+                self._shard_job, shard_index, ledger=self.ledger, stop=self.stop
+            )
         self._spare.begin(shard_index)
         try:
             return run_shard(
@@ -199,7 +210,7 @@ class JobRun:
                     "num_saved_tokens": sum(s.num_saved_tokens for s in summaries),
                     "num_length": sum(s.num_length for s in summaries),
                     "num_worker_deaths": sum(s.num_worker_deaths for s in summaries),
-                    "num_loads": self._stacks.num_loads,
+                    "num_loads": (self._cluster or self._stacks).num_loads,
                 },
             ),
         )

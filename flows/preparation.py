@@ -26,6 +26,7 @@ from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow, NewJob
 from flows.outputs.formats import default_output_name, paths_of
 from flows.planner import Plan, plan_job
+from flows.ray_terms import check_ray
 from flows.records import RecordReader
 from flows.schema import JobState, RowState
 from flows.shard_runner import ShardJob
@@ -119,6 +120,8 @@ def check_model_and_sources(config: JobConfig) -> ModelSource:
     Raises:
         ConfigError: names the fault and the remedy.
     """
+    if config.runner == "ray":
+        check_ray(config)
     RecordReader(config.sources, config.prompt).close()
     paths_of(config, output_path_of(config))
     return ModelSource.inspect(config.engine)

@@ -53,7 +53,7 @@ def _row_of(shard: ShardRow, summary: ShardSummary | None) -> dict[str, Any]:
     stats = summary.stats
     return row | {
         "resumed": summary.num_resumed,
-        "tokens/s": round(stats.num_output_tokens / max(stats.busy_seconds, 1e-9), 1),
+        "tokens/s": round(stats.num_output_tokens / max(summary.busy_seconds, 1e-9), 1),
         "output tokens": stats.num_output_tokens,
         "prompt tokens": stats.num_prompt_tokens,
         "cached tokens": stats.num_cached_tokens,

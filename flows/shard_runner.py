@@ -43,6 +43,11 @@ class ShardSummary:
     stats: RunStats = field(default_factory=RunStats)
     busy_seconds_by_slot: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which the slot that was busy longest had a step in flight."""
+        return max(self.busy_seconds_by_slot.values(), default=self.stats.busy_seconds)
+
 
 def run_shard(
     shard_job: ShardJob,

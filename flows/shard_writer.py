@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from engine import ExitCode, LedgerError, TokenmillError
 from flows.config import JobConfig
@@ -38,6 +38,11 @@ class TooManyFailedRowsError(TokenmillError):
             "errors.jsonl of `tokenmill export`, mend the cause, then go on with `tokenmill resume "
             "JOB --set max_failed_rows=N`"
         )
+        self._numbers = (num_failed, max_failed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come through a pickle: it is raised on other hosts too."""
+        return type(self), self._numbers
 
 
 def cut_torn_line(path: Path) -> None:

@@ -1,7 +1,12 @@
 """Fixtures that more than one test file uses: ledgers on SQLite and on an embedded PostgreSQL."""
 
 import os
+import secrets
 
+# Ray reads them once, when it is imported: a test's cluster is for its own tests alone.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # As in a worker, and before anything imports torch: threads that wait do not spin for long.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

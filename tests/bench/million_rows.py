@@ -25,7 +25,7 @@ from unittest import mock
 import psutil
 
 from engine import Completion
-from flows import shard_runner
+from flows import engine_part
 from flows.job_file import validate_job_config
 from flows.job_run import JobOutcome, JobRun
 from flows.ledger import CompletionRow
@@ -305,7 +305,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    timed = mock.patch.multiple(shard_runner, PendingRows=TimedRows, ShardWriter=TimedWriter)
+    timed = mock.patch.multiple(engine_part, PendingRows=TimedRows, ShardWriter=TimedWriter)
     with timed, tempfile.TemporaryDirectory(dir=args.folder) as name:
         # Once with a few rows: what a run costs however many rows there are, imports included.
         run_job(Path(name) / "warm-up", WARM_UP_ROWS, args)

@@ -185,7 +185,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_no_run_is_made(
         assert len(client.read_flow_runs()) == known
         schema = client.read_deployment_by_name("batch-inference/adhoc").parameter_openapi_schema
     form = schema["definitions"]["JobConfig"]["properties"]
-    assert form["shards"]["description"] == "Parts that run on their own."
+    assert form["shards"]["description"].startswith("Parts that are leased, retried and shown")
     assert "path of its YAML file" in schema["properties"]["config"]["description"]
 
 

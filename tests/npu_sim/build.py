@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from stubs import build_libraries
@@ -49,7 +50,7 @@ def _requirement() -> str:
     return str(requirement)
 
 
-def _refresh(target: Path, wanted: str, make) -> None:  # type: ignore[no-untyped-def]
+def _refresh(target: Path, wanted: str, make: Callable[[Path], None]) -> None:
     """Make the folder anew unless its stamp says that it is what is wanted."""
     stamp = target.with_suffix(".stamp")
     if target.is_dir() and stamp.is_file() and stamp.read_text() == wanted:

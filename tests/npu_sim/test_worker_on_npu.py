@@ -81,11 +81,11 @@ def test_a_device_that_is_dead_at_the_start_serves_when_it_is_back(
     assert len(completion.token_ids) == MAX_TOKENS
 
 
-@pytest.mark.parametrize("is_eager", [True, False], ids=["kernel by kernel", "graphs"])
-def test_two_ranks_on_two_devices_give_the_tokens_of_one(tmp_path: Path, is_eager: bool) -> None:
+def test_two_ranks_on_two_devices_give_the_tokens_of_one(tmp_path: Path) -> None:
+    # Prefill runs kernel by kernel, decode steps in graphs that the exchanges are part of.
     folder = save_model(tmp_path / "model")
     wanted, _ = answer(make_config(folder, "cpu", {"dtype": "float32"}))
-    ranks = {"tensor_parallel_size": 2, "device_ids": [0, 1], "enforce_eager": is_eager}
+    ranks = {"tensor_parallel_size": 2, "device_ids": [0, 1], "enforce_eager": False}
     found, stats = answer(process_config(folder, **ranks))
     assert ids_of(found) == ids_of(wanted)
-    assert (stats.num_graph_steps > 0) is not is_eager
+    assert stats.num_graph_steps > 0

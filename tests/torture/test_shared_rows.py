@@ -14,7 +14,11 @@ from torture.victims import Nursery
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_KILLS = 12
 SEED = int(os.environ.get("TOKENMILL_TORTURE_SEED") or random.SystemRandom().randrange(10**6))
-SHARED = WORKERS | {"engine__device_ids": [0, 1, 2], "shards": 1}
+SHARED = WORKERS | {
+    "engine__device_ids": [0, 1, 2],
+    "engine__runtime": {"mock_step_seconds": 0.02},
+    "shards": 1,
+}
 
 
 def test_a_shard_that_engines_share_loses_and_repeats_nothing(

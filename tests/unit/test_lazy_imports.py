@@ -8,7 +8,7 @@ import pytest
 
 import engine
 
-HEAVY = ("torch", "transformers", "numba", "prefect", "pandas")
+HEAVY = ("torch", "transformers", "numba", "prefect", "pandas", "ray")
 
 
 def heavy_after(code: str) -> list[str]:

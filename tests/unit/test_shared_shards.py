@@ -22,6 +22,7 @@ from engine import (
     WorkerFailure,
 )
 from flows.config import JobConfig
+from flows.device_locks import DeviceLocks
 from flows.engine_part import EnginePart
 from flows.job_run import JobOutcome, JobRun
 from flows.ledger import CompletionRow, Lease, Ledger
@@ -102,6 +103,7 @@ def test_every_slot_takes_rows_of_the_one_shard_and_each_row_is_asked_once(
     assert Counter(asked) == Counter(row["id"] for row in questions(NUM_ROWS))
     assert set(summary.busy_seconds_by_slot) == {0, 1, 2}
     assert sum(summary.busy_seconds_by_slot.values()) == pytest.approx(summary.stats.busy_seconds)
+    assert summary.busy_seconds == max(summary.busy_seconds_by_slot.values())
     assert summary.num_ok == NUM_ROWS
     rows = stored_rows(config)
     assert summary.stats.num_output_tokens == sum(row.num_output_tokens for row in rows)
@@ -152,6 +154,32 @@ def test_for_less_than_a_batch_no_other_engine_is_loaded(tmp_path: Path) -> None
     _, (summary,), run = run_at_once(make_job(tmp_path, questions(20), **changes))
     assert set(summary.busy_seconds_by_slot) == {0}
     assert run._stacks.num_loads == 1
+
+
+def test_a_device_that_another_process_has_is_taken_as_soon_as_it_is_free(
+    tmp_path: Path, commits: list[Callable[[], None]]
+) -> None:
+    hold = DeviceLocks(tmp_path / "locks", "another").try_take(("mock:1",))
+    assert hold is not None
+    commits += [lambda: None] * 4 + [hold.release]
+    changes = THREE_SLOTS | {"engine__device_ids": [0, 1], "device_lock_dir": tmp_path / "locks"}
+    outcome, (summary,), _ = run_at_once(make_job(tmp_path, questions(200), **changes))
+    assert outcome.exit_code == ExitCode.OK
+    assert set(summary.busy_seconds_by_slot) == {0, 1}
+
+
+def test_a_job_does_not_wait_at_its_end_for_a_device_that_another_process_has(
+    tmp_path: Path,
+) -> None:
+    locks = DeviceLocks(tmp_path / "locks", "another")
+    hold = locks.try_take(("mock:1",))
+    assert hold is not None
+    changes = THREE_SLOTS | {"engine__device_ids": [0, 1], "device_lock_dir": tmp_path / "locks"}
+    outcome, (summary,), _ = run_at_once(make_job(tmp_path, questions(NUM_ROWS), **changes))
+    assert outcome.exit_code == ExitCode.OK
+    assert set(summary.busy_seconds_by_slot) == {0}
+    assert locks.waiting() == []
+    hold.release()
 
 
 def test_one_slot_has_no_thread_for_others(tmp_path: Path) -> None:
@@ -216,7 +244,10 @@ def test_an_engine_that_cannot_start_beside_the_first_is_done_without(
 def test_an_error_that_is_not_an_engines_ends_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(_: EnginePart) -> None:
+    failed: list[EnginePart] = []
+
+    def fail(part: EnginePart) -> None:
+        failed.append(part)
         raise error
 
     monkeypatch.setattr(EnginePart, "answer", in_spare_slots(fail))
@@ -227,6 +258,7 @@ def test_an_error_that_is_not_an_engines_ends_the_shard(
         (shard,) = run.ledger.list_shards(run.job.job_key)
     assert (shard.state, shard.lease_owner) == (ShardState.FAILED, None)
     assert shard.num_pending > 0
+    assert 1 <= len(failed) <= 2  # nobody comes back to a shard that is about to end
     check_ledger(config)
 
 
@@ -249,6 +281,10 @@ def test_rows_that_a_spare_engine_gives_back_last_are_answered_by_the_first(
             return
         next(part._rows.requests())
         assert first_has_ended.wait(10)
+        deadline = time.monotonic() + 10
+        while not run._stacks.has_idle(is_warm=True):  # it lets others have its engine
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         raise WorkerError("out of order", failure=WorkerFailure.OUT_OF_MEMORY)
 
     monkeypatch.setattr(EnginePart, "__exit__", note_end)

@@ -110,6 +110,18 @@ def test_an_engine_that_saw_an_error_is_closed_and_not_lent_again(pool: StackPoo
         assert is_open(slot.engine())
 
 
+def test_an_error_after_a_slot_was_given_back_leaves_its_engine_to_others(pool: StackPool) -> None:
+    lending = pool.borrow()
+    slot = lending.__enter__()
+    engine = slot.engine()
+    slot.give_back()
+    error = RuntimeError("too late to be the engine's")
+    assert not lending.__exit__(RuntimeError, error, None)
+    assert is_open(engine)
+    with pool.borrow() as following:
+        assert following.engine() is engine
+
+
 def test_an_engine_that_could_not_be_loaded_gives_its_slot_back(tmp_path: object) -> None:
     pool = StackPool(make_config(device="cpu", model_path=f"{tmp_path}/none"))
     for _ in range(2):

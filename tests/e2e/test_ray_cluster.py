@@ -1,0 +1,289 @@
+"""A job on a Ray cluster: every row once, whoever dies, and no waiting for what will never come."""
+
+import logging
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from interrupted_jobs import run_at_once
+from job_builders import make_job, questions, read_rows, write_job
+from job_process import WAIT_SECONDS, JobProcess
+from ray_head import running_ray
+
+from engine import ConfigError, ExitCode, WorkerError
+from flows.config import JobConfig
+from flows.job_run import JobRun
+from flows.ledger import Ledger
+from flows.ledger_check import check_job
+from flows.ledger_rows import CompletionRow
+from flows.owner import Owner
+from flows.schema import JobState, ShardState
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_ROWS = 48
+# Two places, each with a worker process of its own; some seconds of work.
+SETTINGS: dict[str, Any] = {
+    "runner": "ray",
+    "shards": 4,
+    "commit_rows": 2,
+    "commit_seconds": 0.05,
+    "sampling": {"max_tokens": 16, "temperature": 1.0},
+    "engine__log_level": "DEBUG",
+    "engine__runtime": {"mock_step_seconds": 0.03},
+    "ray__resources": {"card": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    with (
+        running_ray(num_cpus=4, resources='{"card": 2}') as address,
+        pytest.MonkeyPatch.context() as p,
+    ):
+        p.setenv("TOKENMILL_RAY_ADDRESS", address)
+        yield address
+
+
+@pytest.fixture
+def ledger_url(ray_address: str, postgres_database_url: str) -> str:
+    return postgres_database_url
+
+
+@pytest.fixture
+def ledger(ledger_url: str) -> Iterator[Ledger]:
+    with Ledger.open(ledger_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def job(tmp_path: Path, ledger_url: str) -> JobConfig:
+    return make_job(tmp_path, questions(NUM_ROWS), ledger_url=ledger_url, **SETTINGS)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, ledger_url: str, prefect_api: str
+) -> Iterator[Callable[..., JobProcess]]:
+    started: list[JobProcess] = []
+    environment = {"TOKENMILL_LEDGER_URL": ledger_url, "PREFECT_API_URL": prefect_api}
+
+    def start(*arguments: str) -> JobProcess:
+        started.append(JobProcess(tmp_path, *arguments, environment=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+def asked(folder: Path) -> Counter[str]:
+    """Count how often each row was generated, by the logs of the nodes."""
+    logs = "".join(
+        path.read_text(encoding="utf-8") for path in folder.glob("runs/job-1/logs/*/node-*.log")
+    )
+    return Counter(re.findall(r"completed request_id=(\S+)", logs))
+
+
+def committed(ledger: Ledger) -> dict[int, CompletionRow]:
+    job = ledger.find_job("job-1")
+    return {} if job is None else {r.row_index: r for r in ledger.iter_completions(job.job_key)}
+
+
+def num_committed(ledger: Ledger) -> int:
+    job = ledger.find_job("job-1")
+    return 0 if job is None else job.num_ok
+
+
+def node_processes(ledger: Ledger) -> list[psutil.Process]:
+    """Return the processes that hold shards of the job."""
+    shards = ledger.list_shards(ledger.get_job("job-1").job_key)
+    owners = [Owner.parse(shard.lease_owner) for shard in shards if shard.lease_owner]
+    return [psutil.Process(owner.pid) for owner in owners if not owner.is_gone()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def assert_each_row_has_one_result(ledger: Ledger, folder: Path) -> None:
+    assert ledger.get_job("job-1").state is JobState.FINISHED
+    assert [result for result in check_job(ledger, "job-1") if not result.is_ok] == []
+    rows = read_rows(folder / "runs" / "job-1" / "output.jsonl")
+    assert [row["id"] for row in rows] == [f"q{index}" for index in range(NUM_ROWS)]
+
+
+@contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """Do something in a thread while the block runs."""
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_job_runs_on_the_cluster_and_loads_an_engine_for_each_place_not_each_shard(
+    command: Callable[..., JobProcess], ledger: Ledger, tmp_path: Path
+) -> None:
+    path = write_job(tmp_path, questions(NUM_ROWS), ledger_url=None, **SETTINGS)
+    run = command("run", str(path))
+    assert run.wait() == 0, run.said
+    assert_each_row_has_one_result(ledger, tmp_path)
+    assert asked(tmp_path) == Counter(f"q{index}" for index in range(NUM_ROWS))
+    assert run.completed() == Counter()  # nothing was generated where the job was driven
+    hosts = re.findall(r"shard=(\d) runs on host=\S+ place=(\d)", run.said)
+    assert {place for _, place in hosts} == {"0", "1"}
+    assert len(hosts) == 2
+    shards = ledger.list_shards(ledger.get_job("job-1").job_key)
+    assert [shard.attempt for shard in shards] == [1, 1, 1, 1]
+
+
+def test_a_shard_whose_process_is_killed_is_finished_by_another(
+    job: JobConfig, ledger: Ledger, tmp_path: Path
+) -> None:
+    before: dict[int, CompletionRow] = {}
+
+    def kill_one() -> None:
+        wait_until(lambda: num_committed(ledger) >= 6)
+        victim = node_processes(ledger)[0]
+        victim.kill()
+        before.update(committed(ledger))
+
+    with meanwhile(kill_one):
+        outcome, _ = run_at_once(job)
+    assert outcome.exit_code == 0, outcome.message
+    assert_each_row_has_one_result(ledger, tmp_path)
+    shards = ledger.list_shards(ledger.get_job("job-1").job_key)
+    assert sorted(shard.attempt for shard in shards) == [1, 1, 1, 2]
+    assert len(before) >= 6
+    after = committed(ledger)
+    assert {index: after[index] for index in before} == before
+
+
+def test_a_job_whose_driver_is_killed_stops_on_the_nodes_and_is_resumed(
+    command: Callable[..., JobProcess], job: JobConfig, ledger: Ledger, tmp_path: Path
+) -> None:
+    slow = SETTINGS | {"engine__runtime": {"mock_step_seconds": 0.1}}
+    path = write_job(tmp_path, questions(NUM_ROWS), ledger_url=None, **slow)
+    killed = command("run", str(path))
+    killed.wait_until(lambda: num_committed(ledger) >= 4)
+    nodes = node_processes(ledger)
+    workers = [child for node in nodes for child in node.children(recursive=True)]
+    assert len(nodes) == len(workers) == 2
+    killed.kill_group()
+    _, alive = psutil.wait_procs([*nodes, *workers], 30)
+    assert alive == []
+    before = committed(ledger)
+    assert 4 <= len(before) < NUM_ROWS
+
+    outcome, _ = run_at_once(job)
+    assert outcome.exit_code == 0, outcome.message
+    assert_each_row_has_one_result(ledger, tmp_path)
+    after = committed(ledger)
+    assert {index: after[index] for index in before} == before
+    times = asked(tmp_path)
+    assert {times[before[index].row_id] for index in before} == {1}
+
+
+def test_a_job_that_is_told_to_end_stops_in_order_on_the_nodes(
+    command: Callable[..., JobProcess], job: JobConfig, ledger: Ledger, tmp_path: Path
+) -> None:
+    path = write_job(tmp_path, questions(NUM_ROWS), ledger_url=None, **SETTINGS)
+    run = command("run", str(path))
+    run.wait_until(lambda: num_committed(ledger) >= 4)
+    nodes = node_processes(ledger)
+    run.signal_group(signal.SIGTERM)
+    assert run.wait() == 130, run.said
+    _, alive = psutil.wait_procs(nodes, 30)
+    assert (len(nodes), alive) == (2, [])
+    job_row = ledger.get_job("job-1")
+    assert job_row.state is JobState.INTERRUPTED
+    assert 4 <= job_row.num_ok < NUM_ROWS
+    states = {shard.state for shard in ledger.list_shards(job_row.job_key)}
+    assert ShardState.RUNNING not in states  # each was given back, with all that was finished
+
+    outcome, _ = run_at_once(job)
+    assert outcome.exit_code == 0, outcome.message
+    assert_each_row_has_one_result(ledger, tmp_path)
+    assert asked(tmp_path) == Counter(f"q{index}" for index in range(NUM_ROWS))
+
+
+def test_a_cluster_that_lacks_the_resource_is_refused_before_anything_begins(
+    tmp_path: Path, ledger_url: str, ledger: Ledger
+) -> None:
+    npu = SETTINGS | {"ray__resources": {"card": 1, "gold": 2}}
+    config = make_job(tmp_path, questions(4), ledger_url=ledger_url, **npu)
+    wanted = r"its one node offers CPU 4, card 2, gold 0; a shard takes CPU 1, card 1, gold 2"
+    with pytest.raises(ConfigError, match=wanted), JobRun.open(config):
+        pass
+    assert ledger.find_job("job-1") is None
+    assert not ray.is_initialized()
+
+
+def test_a_shard_says_that_it_waits_for_what_others_use_and_stops_waiting_when_told(
+    job: JobConfig, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "flows")
+
+    def waits() -> bool:
+        return (
+            "shard=0 waits for CPU 1, card 1: the Ray cluster has CPU 4, card 0 free" in caplog.text
+        )
+
+    with JobRun.open(job) as run:
+
+        class Holder:
+            def hold(self) -> None: ...
+
+        holder = ray.remote(num_cpus=0, resources={"card": 2})(Holder).remote()
+        ray.get(holder.hold.remote())
+
+        def stop_when_it_waits() -> None:
+            wait_until(waits)
+            run.stop.set()
+
+        with meanwhile(stop_when_it_waits):
+            assert run.run_shard(0).state is ShardState.INTERRUPTED
+        ray.kill(holder)
+    assert num_committed(ledger) == 0
+
+
+def test_a_path_that_a_node_does_not_have_is_named_with_the_node(
+    job: JobConfig, ledger: Ledger
+) -> None:
+    with JobRun.open(job) as run:
+        (Path(job.job_dir or "") / "rows.sqlite").unlink()
+        with pytest.raises(ConfigError, match=r"host \S+ of the Ray cluster has no .*rows.sqlite"):
+            run.run_shard(0)
+
+
+def test_a_job_without_a_good_device_left_fails_and_can_be_resumed(
+    tmp_path: Path, ledger_url: str, ledger: Ledger
+) -> None:
+    lost = SETTINGS | {"engine__runtime": {"mock_device_lost_after_steps": 1}}
+    config = make_job(tmp_path, questions(NUM_ROWS), ledger_url=ledger_url, **lost)
+    with JobRun.open(config) as run:
+        with pytest.raises(
+            WorkerError, match=r"no good place .* and 2 device\(s\) failed"
+        ) as caught:
+            run.run_shard(0)
+        assert run.num_slots == 0
+        outcome = run.finish([], {0: caught.value})
+    assert (outcome.state, outcome.exit_code) == (JobState.FAILED, ExitCode.INFRASTRUCTURE)
+    outcome, _ = run_at_once(make_job(tmp_path, (), ledger_url=ledger_url, **SETTINGS))
+    assert outcome.exit_code == 0, outcome.message
+    assert_each_row_has_one_result(ledger, tmp_path)
