@@ -8,7 +8,6 @@ retried by Ray: whether a shard may be taken over from a node that died is the l
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,13 +19,19 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine import ConfigError, WorkerError, WorkerFailure
-from flows import leases
 from flows.config import JobConfig
 from flows.engine_part import ShardJob
+from flows.held_shards import wait_until_free
 from flows.ledger import Ledger
 from flows.owner import Owner
 from flows.ray_node import ShardAnswer, ShardNode, ShardSpec
-from flows.ray_terms import address_of, count_places, describe_offer, resources_of
+from flows.ray_terms import (
+    address_of,
+    count_places,
+    describe_offer,
+    refuse_if_silent,
+    resources_of,
+)
 from flows.schema import ShardState
 from flows.shard_runner import ShardSummary
 from flows.stacks import StoppedError
@@ -34,11 +39,8 @@ from flows.stacks import StoppedError
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 _SAY_SECONDS = 30.0
-_CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 30.0
 _MAX_ATTEMPTS = 3  # of a shard whose node dies
-# How long after the end of its lease a process may still need to notice that it has lost its job.
-_GRACE_SECONDS = 10.0
 _LOCAL_STORE_BYTES = 100_000_000  # nothing large goes through Ray
 
 
@@ -131,7 +133,7 @@ class RayCluster:
         try:
             while True:
                 try:
-                    _wait_until_free(ledger, shard_job.job.job_key, shard_index, stop)
+                    wait_until_free(ledger, shard_job.job.job_key, shard_index, stop)
                     return self._run_once(spec, stop)
                 except _NodeGoneError as error:
                     num_deaths += 1
@@ -182,9 +184,9 @@ class RayCluster:
         raise error
 
     def _take(self, shard_index: int, stop: threading.Event) -> _Place:
+        if (idle := self._take_idle()) is not None:
+            return idle
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
             number = self._num_places
             self._num_places += 1
         if self.num_slots < 1:
@@ -196,18 +198,31 @@ class RayCluster:
             )
         place = _Place(number, _start_actor(self._wanted))
         try:
-            self._wait_until_there(place, shard_index, stop)
+            idle = self._wait_until_there(place, shard_index, stop)
         except BaseException:
             ray.kill(place.actor)
             raise
-        return place
+        if idle is None:
+            return place
+        ray.kill(place.actor)
+        return idle
 
-    def _wait_until_there(self, place: _Place, shard_index: int, stop: threading.Event) -> None:
+    def _take_idle(self) -> _Place | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _wait_until_there(
+        self, place: _Place, shard_index: int, stop: threading.Event
+    ) -> _Place | None:
+        """Wait until Ray has started a place; return another one that became idle before."""
         started = place.actor.where.remote()
         say_at = time.monotonic() + _LOOK_SECONDS * 4
         while not ray.wait([started], timeout=_LOOK_SECONDS)[0]:
             if stop.is_set():
                 raise StoppedError("stopped while waiting for the Ray cluster")
+            # It may hold the very devices that are waited for: a node may have left.
+            if (idle := self._take_idle()) is not None:
+                return idle
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + _SAY_SECONDS
                 self._say_that_it_waits(shard_index)
@@ -220,6 +235,7 @@ class RayCluster:
                 failure=WorkerFailure.START_FAILED,
             ) from error
         logger.info("shard=%d runs on host=%s place=%d", shard_index, host, place.number)
+        return None
 
     def _say_that_it_waits(self, shard_index: int) -> None:
         self.refuse_if_too_small()  # its nodes may have left
@@ -249,26 +265,14 @@ def _connect(address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
     elif address != "auto":
-        _refuse_if_silent(address)
+        refuse_if_silent(address)
     try:
         with _sigterm_kept():
             ray.init(address=address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the Ray cluster at {address or 'this host'} cannot be used: {error}; every host "
-            "needs the same Python and Ray, and `ray status` must work on this one"
-        ) from error
-
-
-def _refuse_if_silent(address: str) -> None:
-    """Ray itself tries for minutes, and then ends the process."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray cluster answers at {address}: {error}; start its head there (`ray start "
-            "--head`), or change ray.address, TOKENMILL_RAY_ADDRESS or RAY_ADDRESS"
+            "needs the same Python, Ray and RAY_AUTH_TOKEN; see that `ray status` works on this one"
         ) from error
 
 
@@ -330,30 +334,6 @@ def _close(place: _Place) -> None:
     except (RayActorError, RayTaskError, TimeoutError) as error:
         logger.warning("place=%d did not unload its engine: %s", place.number, _last_line(error))
     ray.kill(place.actor)
-
-
-def _wait_until_free(ledger: Ledger, job_key: int, shard_index: int, stop: threading.Event) -> None:
-    """Wait for the end of a lease that a node which died has left behind.
-
-    Of a process on another host nobody here knows more than that it is silent. One that is not
-    silent in the end keeps the shard, and whoever asks for it is told so.
-    """
-    deadline: float | None = None
-    while True:
-        shard = ledger.get_shard(job_key, shard_index)
-        if shard.lease_owner is None or not leases.is_held(shard, ledger.database.read_clock()):
-            return
-        if deadline is None:
-            deadline = time.monotonic() + (shard.lease_seconds or 0.0) + _GRACE_SECONDS
-            logger.warning(
-                "shard=%d is still held by %s; waiting until its lease is over",
-                shard_index,
-                leases.name_of(shard.lease_owner),
-            )
-        if time.monotonic() > deadline:
-            return
-        if stop.wait(_LOOK_SECONDS):
-            raise StoppedError("stopped while waiting for a lease")
 
 
 def _last_line(error: BaseException) -> str:

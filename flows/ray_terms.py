@@ -1,6 +1,7 @@
 """What a job asks of a Ray cluster, and what it must not ask. Knows no Ray."""
 
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from flows.ray_config import RAY_ADDRESS_VARIABLES, problem_of_address
 
 # By these names Ray counts the devices that it finds on a node.
 _DEVICE_RESOURCES = {"npu": "NPU", "cuda": "GPU"}
+_CONNECT_SECONDS = 10.0
 Resources = Mapping[str, float]
 
 
@@ -65,6 +67,22 @@ def address_of(config: JobConfig) -> str | None:
         "runner: ray has no cluster: set ray.address or TOKENMILL_RAY_ADDRESS to HOST:PORT of its "
         "head; or, for a Ray of this host alone, ray.start_local to true"
     )
+
+
+def refuse_if_silent(address: str) -> None:
+    """Check that somebody listens at HOST:PORT; Ray itself would try for minutes.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address}: {error}; start its head there (`ray start "
+            "--head`), or change ray.address, TOKENMILL_RAY_ADDRESS or RAY_ADDRESS"
+        ) from error
 
 
 def resources_of(config: JobConfig) -> dict[str, float]:

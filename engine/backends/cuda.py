@@ -119,9 +119,11 @@ class CudaBackend(DeviceBackend):
         torch.cuda.synchronize(self.device)
 
     def memory_info(self) -> MemoryInfo:
-        """Return free and total memory of the GPU, as its driver counts it."""
+        """Return the memory that is free, for others or in our own allocator, and the total."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
+        kept_bytes = torch.cuda.memory_reserved(self.device)
+        kept_bytes -= torch.cuda.memory_allocated(self.device)
+        return MemoryInfo(free_bytes=free_bytes + kept_bytes, total_bytes=total_bytes)
 
     def release_memory(self) -> None:
         """Give back what the allocator keeps for later."""

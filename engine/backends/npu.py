@@ -115,9 +115,14 @@ class NpuBackend(DeviceBackend):
         self._npu.synchronize()
 
     def memory_info(self) -> MemoryInfo:
-        """Return free and total memory of the device, as its driver counts it."""
+        """Return the memory that is free, for others or in our own allocator, and the total.
+
+        With expandable segments, empty_cache gives nothing back to the driver, which then counts
+        as used what this process can use again.
+        """
         free_bytes, total_bytes = self._npu.mem_get_info()
-        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
+        kept_bytes = self._npu.memory_reserved() - self._npu.memory_allocated()
+        return MemoryInfo(free_bytes=free_bytes + kept_bytes, total_bytes=total_bytes)
 
     def release_memory(self) -> None:
         """Give back what the allocator keeps for later."""

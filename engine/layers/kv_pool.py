@@ -1,12 +1,13 @@
 """The memory of the KV cache: how many blocks fit, and the tensors themselves."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine.backends.base import DeviceBackend
-from engine.config import CacheConfig
+from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.layers.paged_attention import LayerShape
 
@@ -80,6 +81,22 @@ def count_blocks(
         useful,
     )
     return num_blocks
+
+
+def run_largest_step(
+    logits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    device: torch.device,
+    config: SchedulerConfig,
+    max_model_len: int,
+) -> None:
+    """Run a step of the most tokens, and what sampling the most rows takes, to see its memory.
+
+    logits runs the model without a cache: tokens [T] at positions [T] to logits of rows [R].
+    """
+    num_tokens = config.max_num_batched_tokens
+    positions = torch.arange(num_tokens, device=device) % max_model_len
+    rows = torch.arange(config.max_num_seqs, device=device)
+    logits(torch.zeros_like(positions), positions, rows).float().softmax(dim=-1).cumsum(dim=-1)
 
 
 def allocate_pool(

@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from engine.layers.decode_graphs import (
     capture_sizes,
     count_spare_blocks,
 )
-from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks
+from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks, run_largest_step
 from engine.layers.model_input import ModelInput, SlotTable
 from engine.layers.model_step import ModelStep
 from engine.layers.pending_step import PendingStep
@@ -121,25 +122,20 @@ class ModelRunner(Runner):
 
     def _peak_bytes(self) -> int:
         """Return what the largest step holds beyond weights and cache."""
+        measure = partial(self._backend.measure_peak_bytes, self._run_largest_step)
         if self._backend.is_host or self._group.world_size > 1:  # see CompileCache.remember
-            return self._backend.measure_peak_bytes(self._run_largest_step)
-        return self._cache.remember(
-            "peak_bytes", lambda: self._backend.measure_peak_bytes(self._run_largest_step)
-        )
+            return measure()
+        return self._cache.remember("peak_bytes", measure)
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
-        """Run a step of the most tokens without a cache, and sample the most rows."""
-        scheduler = self._config.scheduler
-        device = self._backend.device
-        num_tokens = min(scheduler.max_num_batched_tokens, self._source.max_model_len)
-        repeats = -(-scheduler.max_num_batched_tokens // num_tokens)
-        positions = torch.arange(num_tokens, device=device).repeat(repeats)
-        positions = positions[: scheduler.max_num_batched_tokens]
-        rows = torch.arange(scheduler.max_num_seqs, device=device)
         with self._model.attention.recording():
-            logits = self._model.logits(torch.zeros_like(positions), positions, rows)
-        logits.float().softmax(dim=-1).cumsum(dim=-1)
+            run_largest_step(
+                self._model.logits,
+                self._backend.device,
+                self._config.scheduler,
+                self._source.max_model_len,
+            )
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV pool, run one small step of each kind, and capture graphs."""
@@ -244,6 +240,7 @@ class ModelRunner(Runner):
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
+        self._newest = None
         if hasattr(self, "_model"):
             self._model.attention.bind_caches(())
             del self._model

@@ -95,8 +95,8 @@ def test_answers_are_those_of_an_engine_without_graphs(
         for name, params in ASKED.items():
             assert_same(engine.generate(PROMPTS, params), wanted[name])
         stats = engine.take_stats()
-    assert backend.num_replays == stats.num_graph_steps
-    assert stats.num_graph_steps >= stats.num_decode_steps > 0
+    # The last token of a prompt may be a step of its own, which is replayed too but not counted.
+    assert backend.num_replays >= stats.num_graph_steps == stats.num_decode_steps > 0
 
 
 @pytest.mark.parametrize("name", ASKED)

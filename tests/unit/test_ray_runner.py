@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from job_builders import make_job, questions
@@ -123,6 +124,26 @@ def test_a_shard_whose_nodes_die_again_and_again_fails(
         run(cluster, 0)
     assert caught.value.failure is WorkerFailure.DIED  # which Prefect does not retry
     assert (len(places.asked), len(places.killed)) == (3, 3)
+
+
+def test_a_shard_that_waits_for_a_new_place_takes_one_that_became_idle(
+    monkeypatch: pytest.MonkeyPatch, shard_job: ShardJob, run: Run
+) -> None:
+    wait_until_there = RayCluster._wait_until_there
+    places = Places(monkeypatch, DONE, DONE)
+    cluster = RayCluster(shard_job.config)
+    cluster.expect([0, 1, 2])
+    monkeypatch.setattr(RayCluster, "_wait_until_there", wait_until_there)
+    monkeypatch.setattr(ray_runner, "_start_actor", lambda wanted: MagicMock())
+
+    def finish_another(refs: Any, timeout: float) -> tuple[list[Any], list[Any]]:
+        idle = ray_runner._Place(7, object())
+        cluster._give_back(idle)
+        return [], refs
+
+    monkeypatch.setattr(ray_runner.ray, "wait", finish_another)
+    assert run(cluster, 0).slot == 7
+    assert len(places.killed) == 1  # the one that was asked for, so that Ray gives it to nobody
 
 
 def test_an_error_of_the_shard_itself_is_raised_and_its_place_is_not_used_again(

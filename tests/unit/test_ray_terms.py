@@ -1,5 +1,6 @@
 """What a job asks of a Ray cluster, and what is refused before a cluster is asked."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from flows.ray_terms import (
     count_places,
     describe_offer,
     engine_of_shard,
+    refuse_if_silent,
     resources_of,
 )
 
@@ -130,6 +132,14 @@ def test_the_address_comes_from_the_job_then_from_our_variable_then_from_rays(
     monkeypatch.setenv("TOKENMILL_RAY_ADDRESS", "ray://10.0.0.2:1")
     with pytest.raises(ConfigError, match="TOKENMILL_RAY_ADDRESS: ray://10.0.0.2:1 is the address"):
         address_of(silent)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        refuse_if_silent(address)
+    with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address}: .*ray start"):
+        refuse_if_silent(address)
 
 
 def test_places_are_counted_node_by_node_for_a_shard_cannot_span_two() -> None:
