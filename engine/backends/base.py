@@ -194,6 +194,18 @@ class DeviceBackend(ABC):
         """Return an exception of a step in words: what it means, and what to do."""
         return repr(error)
 
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse a dtype that the device does not compute in.
+
+        Raises:
+            ConfigError: with those that it does.
+        """
+        if dtype not in self.capabilities.dtypes:
+            raise ConfigError(
+                f"dtype {dtype} does not run on {self.name}; set engine.dtype to one of "
+                f"{', '.join(self.capabilities.dtypes)}"
+            )
+
     def check_block_size(self, block_size: int) -> None:  # noqa: B027 - most take any
         """Refuse a KV block size that the kernels cannot use.
 

@@ -13,7 +13,6 @@ from engine.backends.compile_cache import CompileCache
 from engine.backends.profiler import StepProfiler
 from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.layers.decode_graphs import (
     DecodeGraphs,
     GraphLimits,
@@ -47,11 +46,7 @@ class ModelRunner(Runner):
         num_threads = share_of_threads(config.runtime.num_threads, start.world_size)
         self.device = self._backend.bind(start.device_id, num_threads)
         self.dtype = self._source.dtype
-        if self.dtype not in self._backend.capabilities.dtypes:
-            raise ConfigError(
-                f"dtype {self.dtype} does not run on {self.device}; set engine.dtype to one of "
-                f"{', '.join(self._backend.capabilities.dtypes)}"
-            )
+        self._backend.check_dtype(self.dtype)
         self.block_size = config.cache.block_size or self._backend.capabilities.default_block_size
         self._backend.check_block_size(self.block_size)
         self._has_graphs = self._backend.has_graphs and not config.enforce_eager
