@@ -5,6 +5,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from engine import RunStats
 from flows.config import JobConfig
 from flows.job_run import JobOutcome, JobRun
 from flows.ledger_rows import ShardRow
@@ -12,6 +13,7 @@ from flows.preparation import ledger_option, resume_command
 from flows.shard_runner import ShardSummary
 
 logger = logging.getLogger(__name__)
+_CHART_WIDTH = 40
 
 
 def publish_run(run: JobRun, outcome: JobOutcome, summaries: list[ShardSummary]) -> None:
@@ -27,7 +29,7 @@ def publish_run(run: JobRun, outcome: JobOutcome, summaries: list[ShardSummary])
         create_markdown_artifact(
             key="summary",
             description=outcome.job_id,
-            markdown=describe_outcome(run.config, outcome),
+            markdown=describe_outcome(run.config, outcome) + chart_of_time(summaries),
         )
     except Exception as error:  # noqa: BLE001 - a picture that fails must not fail the job
         logger.warning("no artifact of the run: %s", error)
@@ -62,6 +64,29 @@ def _row_of(shard: ShardRow, summary: ShardSummary | None) -> dict[str, Any]:
         "worker deaths": summary.num_worker_deaths,
         "device": summary.device or "",
     }
+
+
+def chart_of_time(summaries: list[ShardSummary]) -> str:
+    """Return in Markdown what the engines' main loops did with their seconds, the most first."""
+    stats = sum_of_stats(summaries)
+    total = stats.wall_seconds
+    if total <= 0:
+        return ""
+    buckets = sorted(stats.bucket_seconds.items(), key=lambda item: -item[1])
+    bars = [
+        f"{name:<16} {'#' * round(_CHART_WIDTH * seconds / total):<{_CHART_WIDTH}} "
+        f"{seconds / total:4.0%} {seconds:.1f} s"
+        for name, seconds in buckets
+    ]
+    return "### Where the time went\n\n```text\n" + "\n".join(bars) + "\n```\n"
+
+
+def sum_of_stats(summaries: list[ShardSummary]) -> RunStats:
+    """Return the figures of all shards together."""
+    total = RunStats()
+    for summary in summaries:
+        total = total.plus(summary.stats)
+    return total
 
 
 def describe_outcome(config: JobConfig, outcome: JobOutcome) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 
 from job_builders import make_job, questions
 
+from engine import RunStats
 from flows.job_run import JobOutcome, JobRun
-from flows.run_artifacts import describe_outcome, table_of_shards
+from flows.run_artifacts import chart_of_time, describe_outcome, table_of_shards
 
 
 def run_one_shard(folder: Path) -> tuple[JobOutcome, list[dict[str, Any]]]:
@@ -27,6 +28,21 @@ def test_table_has_every_shard_and_gaps_for_one_that_was_not_run(tmp_path: Path)
     assert done["prompt tokens"] > 0
     assert (done["resumed"], done["deduplicated"], done["preemptions"]) == (0, 0, 0)
     assert "output tokens" not in waiting
+
+
+def test_chart_shows_what_took_the_most_time_first_and_to_scale(tmp_path: Path):
+    with JobRun.open(make_job(tmp_path, questions(6))) as run:
+        summary = run.run_shard(0)
+        run.stop.set()
+        run.finish([summary], {})
+    stats = RunStats(bucket_seconds={"load": 1.0, "wait_for_device": 3.0, "idle": 0.0})
+    twice = [dataclasses.replace(summary, stats=stats)] * 2
+    assert chart_of_time(twice).splitlines()[3:-1] == [
+        f"wait_for_device  {'#' * 30}{' ' * 10}  75% 6.0 s",
+        f"load             {'#' * 10}{' ' * 30}  25% 2.0 s",
+        f"idle             {' ' * 40}   0% 0.0 s",
+    ]
+    assert chart_of_time([]) == ""
 
 
 def test_summary_of_an_unfinished_job_says_how_to_go_on(tmp_path: Path):
