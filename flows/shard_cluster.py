@@ -1,5 +1,7 @@
 """Where the shards of a job run, when not in this process: the door to Ray, opened when asked."""
 
+import os
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from engine import ConfigError
 from flows.config import JobConfig
 from flows.engine_part import ShardJob
 from flows.ledger import Ledger
+from flows.ray_terms import address_of
 from flows.shard_runner import ShardSummary
 
 
@@ -43,6 +46,10 @@ def cluster_of(config: JobConfig) -> Iterator[ShardCluster | None]:
     if config.runner == "local":
         yield None
         return
+    if address_of(config) is None:
+        # Its ports are open to the network. Ray reads these once, when it is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         from flows.ray_runner import RayCluster  # an extra, and slow to load
     except ModuleNotFoundError as error:

@@ -113,7 +113,10 @@ class StackPool:
             ConfigError: the locks of the devices cannot be used.
             WorkerError: every device is bad.
         """
-        slot = Slot(self._take(stop or threading.Event()), self)
+        stack = self._take(stop or threading.Event())
+        if stack.engine is not None:
+            stack.engine.take_stats()  # what was before does not belong to this borrower
+        slot = Slot(stack, self)
         try:
             yield slot
         except BaseException:
@@ -135,14 +138,13 @@ class StackPool:
     def engine_of(self, stack: _Stack) -> OfflineInference:
         """Return the engine of a borrowed slot, loaded when it is not warm.
 
-        Its statistics begin with this shard: with its loading, or without what came before.
+        Its statistics begin with the loan: with the loading, or without what came before.
 
         Raises:
             ConfigError: the engine cannot be loaded and only the user can mend it.
             WorkerError: the machine could not start it.
         """
         if stack.engine is not None:
-            stack.engine.take_stats()
             return stack.engine
         engine = OfflineInference(stack.config)
         engine.start()

@@ -287,3 +287,21 @@ def test_a_job_without_a_good_device_left_fails_and_can_be_resumed(
     outcome, _ = run_at_once(make_job(tmp_path, (), ledger_url=ledger_url, **SETTINGS))
     assert outcome.exit_code == 0, outcome.message
     assert_each_row_has_one_result(ledger, tmp_path)
+
+
+def test_a_ray_of_this_host_alone_is_started_when_asked_and_ends_with_the_run(
+    tmp_path: Path, ledger_url: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TOKENMILL_RAY_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.delenv(variable, raising=False)
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    alone = SETTINGS | {"ray__resources": {}, "ray__start_local": True}
+    outcome, _ = run_at_once(
+        make_job(tmp_path, questions(NUM_ROWS), ledger_url=ledger_url, **alone)
+    )
+    assert outcome.exit_code == 0, outcome.message
+    assert_each_row_has_one_result(ledger, tmp_path)
+    rays = {each for each in me.children(recursive=True) if "ray" in " ".join(each.cmdline())}
+    _, alive = psutil.wait_procs(rays - before, 20)
+    assert alive == []

@@ -84,6 +84,17 @@ def bench() -> Iterator[Prepare]:
         each.ledger.close()
 
 
+def test_the_seconds_of_a_load_belong_to_the_shard_that_loaded(
+    bench: Prepare, tmp_path: Path
+) -> None:
+    job = bench(make_job(tmp_path, questions(10), shards=2))
+    first, second = job.run(0), job.run(1)
+    assert first.stats.bucket_seconds["load"] > 0
+    assert second.stats.bucket_seconds.get("load", 0.0) == 0
+    # Not the whole life of the engine either, but this shard's part of it.
+    assert second.stats.num_output_tokens == sum(row.num_output_tokens for row in job.rows()[5:])
+
+
 def test_every_row_of_the_shard_is_answered_and_no_other(bench: Prepare, tmp_path: Path) -> None:
     job = bench(make_job(tmp_path, questions(10), shards=2))
     summary = job.run(1)
