@@ -1,6 +1,5 @@
 """Copies, streams, memory and errors of the device that --device names."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -75,7 +75,9 @@ TO_WORKER: list[ToWorker] = [
     Shutdown(),
 ]
 FROM_WORKER: list[FromWorker] = [
-    WorkerReady(num_blocks=5, block_size=16, device="cpu", dtype="float32", load_seconds=1.5, pid=42),
+    WorkerReady(
+        num_blocks=5, block_size=16, device="cpu", dtype="float32", load_seconds=1.5, pid=42
+    ),
     CacheAllocated(warmup_seconds=0.1),
     StepDone(
         step_id=3,

@@ -55,7 +55,13 @@ def test_every_second_is_charged_to_exactly_one_bucket() -> None:
 
 def test_hit_rate_of_graphs_counts_steps_without_a_prompt() -> None:
     collector = StatsCollector(Clock())
-    for num_prefill_tokens, is_graph_replay in [(5, False), (1, True), (0, True), (0, True), (0, False)]:
+    for num_prefill_tokens, is_graph_replay in [
+        (5, False),
+        (1, True),
+        (0, True),
+        (0, True),
+        (0, False),
+    ]:
         schedule(collector, num_prefill_tokens=num_prefill_tokens)
         finish(collector, is_graph_replay=is_graph_replay)
     stats = collector.take({})
