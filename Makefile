@@ -24,10 +24,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup format lint types layers test test-unit test-integration npu-sim docs-check check demo image clean
+.PHONY: help setup format lint types layers test test-unit test-integration test-e2e npu-sim docs-check check demo image clean
 
 help: ## List the targets.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
 
 setup: $(STAMP) ## Make the environment in .venv with the versions of constraints.txt.
 
@@ -63,6 +63,9 @@ test-unit: $(STAMP) ## Run the tests that need no process, database or model; un
 
 test-integration: $(STAMP) ## Run the tests with real processes, databases and models.
 	@$(BIN)/python -m pytest -m "$(INTEGRATION)"
+
+test-e2e: $(STAMP) ## Run whole jobs through Prefect servers and Ray; Chromium, where there is one, reads the UI.
+	@$(BIN)/python -m pytest -m e2e --ignore=tests/torture
 
 npu-sim: $(STAMP) ## Run the NPU path on simulated devices; needs gcc, see tests/npu_sim/README.md.
 	@PYTHON="$(abspath $(BIN)/python)" PIP_FLAGS="$(PIP_FLAGS)" tests/npu_sim/with_simulator.sh \
