@@ -163,8 +163,8 @@ def _describe_progress(run: JobRun, shard_index: int, speed: _Speed) -> tuple[fl
     shard = run.ledger.get_shard(run.job.job_key, shard_index)
     num_done = shard.num_rows - shard.num_pending
     percent = 100.0 * num_done / max(shard.num_rows, 1)
+    # The UI's cards show some 45 characters of it, and the shard's name above.
     return percent, (
-        f"{run.job.job_id} shard {shard_index}: {num_done} of {shard.num_rows} rows done, "
-        f"{shard.num_error} failed, {shard.num_output_tokens} tokens, "
-        f"{speed.update(shard.num_output_tokens):.0f} tokens/s"
+        f"{num_done}/{shard.num_rows} rows, {shard.num_error} failed, "
+        f"{speed.update(shard.num_output_tokens):.0f} tokens/s, {shard.num_output_tokens} tokens"
     )

@@ -81,7 +81,7 @@ class TestFlow:
         assert set(artifacts) == {"shard-0000", "shard-0001", "shards", "summary"}
         progress = artifacts["shard-0001"]
         assert (progress.type, progress.data) == ("progress", 100.0)
-        assert "job-1 shard 1: 2 of 2 rows done, 0 failed" in progress.description
+        assert progress.description.startswith("2/2 rows, 0 failed, ")
         assert progress.task_run_id is not None  # it is shown with its shard
         assert "finished: 4 ok, 0 failed" in artifacts["summary"].data
 

@@ -248,5 +248,5 @@ def test_released_graphs_are_gone(caplog: pytest.LogCaptureFixture) -> None:
     graphs.replay(make_step(make_requests(2, SHAPE), toy))
     with caplog.at_level(logging.INFO):
         graphs.release()
-    assert caplog.messages == ["decode steps: replayed=1 without_a_graph=0"]
+    assert caplog.messages[-1] == "decode steps: replayed=1 without_a_graph=0"
     assert graphs.replay(make_step(make_requests(2, SHAPE), toy)) is None

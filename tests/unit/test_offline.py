@@ -334,7 +334,7 @@ def test_device_without_memory_for_one_token_names_the_rows_it_was_tried_with(
     def broken(_runner: MockRunner, _batch: ScheduleBatch) -> StepDone:
         raise MemoryError
 
-    monkeypatch.setattr(MockRunner, "execute", broken)
+    monkeypatch.setattr(MockRunner, "launch", broken)
     with (
         OfflineInference(mock_config()) as llm,
         pytest.raises(WorkerError, match="no memory for a step of one token") as caught,
@@ -350,7 +350,7 @@ def test_step_that_fails_on_the_device_names_the_requests_in_flight(
     def broken(_runner: MockRunner, _batch: ScheduleBatch) -> StepDone:
         raise ValueError("a kernel's own trouble")
 
-    monkeypatch.setattr(MockRunner, "execute", broken)
+    monkeypatch.setattr(MockRunner, "launch", broken)
     with (
         OfflineInference(mock_config()) as llm,
         pytest.raises(WorkerError, match="a kernel's own trouble") as caught,

@@ -391,8 +391,7 @@ def test_the_experiment_log_counts_one_load_for_all_shards_of_a_run(tmp_path: Pa
 
 def test_a_job_that_is_stopped_before_it_gets_its_device_is_left_resumable(tmp_path: Path) -> None:
     config = make_job(tmp_path, questions(6), shards=1, device_lock_dir=tmp_path / "locks")
-    hold = DeviceLocks(tmp_path / "locks", "another").try_take(("mock:0",))
-    assert hold is not None
+    assert (hold := DeviceLocks(tmp_path / "locks", "another").try_take(("mock:0",))) is not None
     with JobRun.open(config) as run:
         threading.Timer(0.1, run.stop.set).start()
         outcome = run.finish([run.run_shard(0)], {})
