@@ -86,7 +86,7 @@ class ParallelGroup:
 
     def leave(self) -> None:
         """Close the connections; may be called twice. The other ranks are not waited for."""
-        is_default = self._process_group is not None and dist.is_initialized()
+        is_default = dist.is_initialized() and self._process_group is _c10d.group.WORLD
         self._process_group = None
         if is_default:
             dist.destroy_process_group()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine import ExitCode, RunStats
+from engine import ExitCode
 from flows.config import JobConfig
 from flows.experiments import ExperimentRun, Percentiles, record_experiment
 from flows.exporter import ExportSummary, export_job
@@ -33,7 +33,7 @@ from flows.preparation import (
 from flows.records import RecordReader
 from flows.schema import JobState
 from flows.shard_cluster import ShardCluster, cluster_of
-from flows.shard_runner import ShardJob, ShardSummary, run_shard
+from flows.shard_runner import ShardJob, ShardSummary, run_shard, sum_stats
 from flows.shard_writer import TooManyFailedRowsError
 from flows.spare_slots import SpareSlots
 from flows.stacks import StackPool
@@ -181,10 +181,9 @@ class JobRun:
             return export_job(self.config, job, self.ledger, reader, output_path_of(self.config))
 
     def _record(self, summaries: Sequence[ShardSummary]) -> None:
-        total = RunStats()
+        total = sum_stats(summary.stats for summary in summaries)
         busy_by_slot: defaultdict[int, float] = defaultdict(float)
         for summary in summaries:
-            total = total.plus(summary.stats)
             for slot, busy_seconds in summary.busy_seconds_by_slot.items():
                 busy_by_slot[slot] += busy_seconds
         plan = self._plan

@@ -5,12 +5,11 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from engine import RunStats
 from flows.config import JobConfig
 from flows.job_run import JobOutcome, JobRun
 from flows.ledger_rows import ShardRow
 from flows.preparation import ledger_option, resume_command
-from flows.shard_runner import ShardSummary
+from flows.shard_runner import ShardSummary, sum_stats
 
 logger = logging.getLogger(__name__)
 _CHART_WIDTH = 40
@@ -68,7 +67,7 @@ def _row_of(shard: ShardRow, summary: ShardSummary | None) -> dict[str, Any]:
 
 def chart_of_time(summaries: list[ShardSummary]) -> str:
     """Return in Markdown what the engines' main loops did with their seconds, the most first."""
-    stats = sum_of_stats(summaries)
+    stats = sum_stats(summary.stats for summary in summaries)
     total = stats.wall_seconds
     if total <= 0:
         return ""
@@ -79,14 +78,6 @@ def chart_of_time(summaries: list[ShardSummary]) -> str:
         for name, seconds in buckets
     ]
     return "### Where the time went\n\n```text\n" + "\n".join(bars) + "\n```\n"
-
-
-def sum_of_stats(summaries: list[ShardSummary]) -> RunStats:
-    """Return the figures of all shards together."""
-    total = RunStats()
-    for summary in summaries:
-        total = total.plus(summary.stats)
-    return total
 
 
 def describe_outcome(config: JobConfig, outcome: JobOutcome) -> str:

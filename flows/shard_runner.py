@@ -3,8 +3,9 @@
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from engine import RunStats
 from flows.engine_part import EnginePart
@@ -108,7 +109,7 @@ def _run_leased(shard: "_Shard", slot: Slot, spare: SpareSlots) -> ShardState:
         ledger.release_shard(lease, ShardState.INTERRUPTED)
         raise
     state = ShardState.INTERRUPTED if shard.num_left else ShardState.DONE
-    stats = _sum_stats(shard.parts[num_before:])
+    stats = sum_stats(part.stats for part in shard.parts[num_before:])
     ledger.release_shard(
         lease,
         state,
@@ -207,11 +208,9 @@ class _Over(threading.Event):
         return super().is_set() or self._stop.is_set()
 
 
-def _sum_stats(parts: Sequence[EnginePart]) -> RunStats:
-    total = RunStats()
-    for part in parts:
-        total = total.plus(part.stats)
-    return total
+def sum_stats(each: Iterable[RunStats]) -> RunStats:
+    """Return the figures of several engines or shards together."""
+    return reduce(RunStats.plus, each, RunStats())
 
 
 def _summarise(
@@ -236,6 +235,6 @@ def _summarise(
         num_deduplicated=sum(part.counts.num_deduplicated for part in loaded),
         num_saved_tokens=sum(part.counts.num_saved_tokens for part in loaded),
         num_worker_deaths=sum(part.num_worker_deaths for part in loaded),
-        stats=_sum_stats(loaded),
+        stats=sum_stats(part.stats for part in loaded),
         busy_seconds_by_slot=dict(busy_seconds),
     )

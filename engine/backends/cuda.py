@@ -9,28 +9,16 @@ Shapes as in base.py.
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from engine.backends import cuda_errors, gathered_attention
+from engine.backends.accelerator import AcceleratorBackend, GraphPool
 from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
-from engine.backends.base import (
-    Array,
-    Caches,
-    Capabilities,
-    CapturedGraph,
-    DeviceBackend,
-    DeviceHolder,
-    Fetched,
-    MemoryInfo,
-)
+from engine.backends.base import Caches, Capabilities, CapturedGraph, DeviceHolder
 from engine.backends.cuda_devices import describe_device, explain_no_devices, read_holders
-from engine.backends.transfers import StreamTransfers
 from engine.errors import ConfigError, WorkerError, WorkerFailure
 
 logger = logging.getLogger(__name__)
@@ -51,25 +39,19 @@ class CudaGraph(CapturedGraph):
         return self._output
 
 
-class CudaBackend(DeviceBackend):
+class CudaBackend(AcceleratorBackend):
     """One GPU."""
 
     name = "cuda"
     dist_backend = "nccl"
-    prefers_fused_layers = True
     reads_whole_tables = True  # see gathered_attention
     capabilities = Capabilities(dtypes=_DTYPES, default_memory_fraction=0.9)
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None
-        self._graph_pool: Any = None
-        self._graphs: WeakSet[CudaGraph] = WeakSet()
+        super().__init__(torch.cuda)
+        self._graph_pool = GraphPool(torch.cuda)
 
     # Runtime.
-
-    def count_devices(self) -> int:
-        """Return how many GPUs CUDA_VISIBLE_DEVICES leaves to this process."""
-        return torch.cuda.device_count()
 
     def holders(self, device_id: int) -> tuple[DeviceHolder, ...]:
         """Ask nvidia-smi who else is on the GPU."""
@@ -108,38 +90,6 @@ class CudaBackend(DeviceBackend):
         logger.info("bound %s", words)
         return words
 
-    @property
-    def device(self) -> torch.device:
-        """The bound device."""
-        assert self._device is not None, "bind comes first"
-        return self._device
-
-    def synchronize(self) -> None:
-        """Wait until everything that was launched is done."""
-        torch.cuda.synchronize(self.device)
-
-    def memory_info(self) -> MemoryInfo:
-        """Return the memory that is free, for others or in our own allocator, and the total."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        kept_bytes = torch.cuda.memory_reserved(self.device)
-        kept_bytes -= torch.cuda.memory_allocated(self.device)
-        return MemoryInfo(free_bytes=free_bytes + kept_bytes, total_bytes=total_bytes)
-
-    def release_memory(self) -> None:
-        """Give back what the allocator keeps for later."""
-        torch.cuda.empty_cache()
-
-    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Run something; return the most bytes that it held beyond what was held before."""
-        self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        self.synchronize()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.empty_cache()
-        return peak - before
-
     def classify_error(self, error: BaseException) -> WorkerFailure:
         """Say what kind of trouble an exception is."""
         if isinstance(error, torch.OutOfMemoryError):
@@ -159,22 +109,6 @@ class CudaBackend(DeviceBackend):
 
     # Between host and device.
 
-    @cached_property
-    def _transfers(self) -> StreamTransfers:
-        return StreamTransfers(torch.cuda, self.device)
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Put what is launched in this context on the stream that computes."""
-        return self._transfers.computing()
-
-    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Bring a step's arrays to the device, on a stream of their own."""
-        return self._transfers.upload(arrays)
-
-    def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """Begin to bring a small tensor to the host, on a stream of its own."""
-        return self._transfers.fetch(tensor)
-
     @property
     def has_graphs(self) -> bool:
         """Return True."""
@@ -182,22 +116,18 @@ class CudaBackend(DeviceBackend):
 
     def capture_graph(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
         """Capture what run launches, on the stream that computes and will replay it."""
-        if not self._graphs:
-            # One pool for all: no two graphs run at a time, and an output is used before the next.
-            # It ends with the last graph that has memory in it.
-            self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream: Any = self._transfers.compute  # one that torch.cuda has made
         with torch.cuda.graph(
             graph,
-            pool=self._graph_pool,
+            pool=self._graph_pool.handle,
             stream=stream,
             # Other threads, such as that of nccl, may go on asking the device meanwhile.
             capture_error_mode="thread_local",
         ):
             output = run()
         captured = CudaGraph(graph, output)
-        self._graphs.add(captured)
+        self._graph_pool.keep(captured)
         return captured
 
     # Kernels.

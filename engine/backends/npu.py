@@ -8,26 +8,16 @@ Shapes: as in base.py.
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from engine.backends import reference
+from engine.backends.accelerator import AcceleratorBackend
 from engine.backends.attention_metadata import AttentionMetadata, AttentionOptions
-from engine.backends.base import (
-    Array,
-    Caches,
-    Capabilities,
-    CapturedGraph,
-    DeviceBackend,
-    DeviceHolder,
-    Fetched,
-    MemoryInfo,
-    Profile,
-)
+from engine.backends.base import Caches, Capabilities, CapturedGraph, DeviceHolder, Profile
 from engine.backends.cann import read_installation
 from engine.backends.npu_attention import FusedAttention, as_tensor
 from engine.backends.npu_capabilities import AttentionChecks, check_block_size, check_cache
@@ -35,7 +25,6 @@ from engine.backends.npu_devices import VisibleDevices, check_chip, read_holders
 from engine.backends.npu_environment import load_torch_npu, reason_without_graphs
 from engine.backends.npu_errors import NpuTrouble, read_trouble
 from engine.backends.npu_graphs import GraphCapture
-from engine.backends.transfers import StreamTransfers
 from engine.errors import ConfigError, WorkerError, WorkerFailure
 
 logger = logging.getLogger(__name__)
@@ -45,27 +34,21 @@ _MAX_TOP_K = 1024  # of npu_top_k_top_p
 _MAX_ROTARY_WIDTH = 896  # of npu_rotary_mul, and the width is even
 
 
-class NpuBackend(DeviceBackend):
+class NpuBackend(AcceleratorBackend):
     """One Ascend NPU. Nothing in here waits for the device but what says so."""
 
     name = "npu"
     dist_backend = "hccl"
     slot_dtype = torch.int32
-    prefers_fused_layers = True
     capabilities = Capabilities(dtypes=_DTYPES, default_memory_fraction=0.9, default_block_size=128)
 
     def __init__(self) -> None:
         """Import torch_npu; a ConfigError says what is missing."""
         self._torch_npu = load_torch_npu()
-        self._npu = self._torch_npu.npu
+        super().__init__(self._torch_npu.npu)
         self._visible = VisibleDevices.of(os.environ)
         self._attention_checks = AttentionChecks()
-        self._device: torch.device | None = None
         self._chip = ""
-
-    def count_devices(self) -> int:
-        """Return how many NPUs ASCEND_RT_VISIBLE_DEVICES leaves to this process."""
-        return int(self._npu.device_count())
 
     def holders(self, device_id: int) -> tuple[DeviceHolder, ...]:
         """Ask npu-smi who else is on the device."""
@@ -85,9 +68,9 @@ class NpuBackend(DeviceBackend):
         """
         self._visible.check(device_id, self.count_devices())
         try:
-            self._npu.set_device(device_id)
-            self._chip = str(self._npu.get_device_name(device_id))
-            self._npu.synchronize()  # a card that is lost says so here
+            self._api.set_device(device_id)
+            self._chip = str(self._api.get_device_name(device_id))
+            self._api.synchronize()  # a card that is lost says so here
         except RuntimeError as error:
             raise WorkerError(
                 f"npu {device_id} cannot be bound: {self.explain_error(error)}",
@@ -96,48 +79,13 @@ class NpuBackend(DeviceBackend):
         if (warning := check_chip(self._chip)) is not None:
             logger.warning("npu: %s", warning)
         # Kernels of CANN's own, not compiled for every new shape; A2 and A3 have them for all.
-        self._npu.set_compile_mode(jit_compile=False)
+        self._api.set_compile_mode(jit_compile=False)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._device = torch.device("npu", device_id)
         words = self._visible.describe(device_id, self._chip)
         logger.info("bound %s", words)
         return words
-
-    @property
-    def device(self) -> torch.device:
-        """The bound device."""
-        assert self._device is not None, "bind comes first"
-        return self._device
-
-    def synchronize(self) -> None:
-        """Wait until everything that was launched is done."""
-        self._npu.synchronize()
-
-    def memory_info(self) -> MemoryInfo:
-        """Return the memory that is free, for others or in our own allocator, and the total.
-
-        With expandable segments, empty_cache gives nothing back to the driver, which then counts
-        as used what this process can use again.
-        """
-        free_bytes, total_bytes = self._npu.mem_get_info()
-        kept_bytes = self._npu.memory_reserved() - self._npu.memory_allocated()
-        return MemoryInfo(free_bytes=free_bytes + kept_bytes, total_bytes=total_bytes)
-
-    def release_memory(self) -> None:
-        """Give back what the allocator keeps for later."""
-        self._npu.empty_cache()
-
-    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Run something; return the most bytes that it held beyond what was held before."""
-        self._npu.synchronize()
-        self._npu.reset_peak_memory_stats()
-        before = int(self._npu.memory_allocated())
-        run()
-        self._npu.synchronize()
-        peak = int(self._npu.max_memory_allocated())
-        self._npu.empty_cache()
-        return peak - before
 
     def classify_error(self, error: BaseException) -> WorkerFailure:
         """Say what kind of trouble an exception is."""
@@ -181,31 +129,15 @@ class NpuBackend(DeviceBackend):
 
     def keep_kernels(self, folder: Path) -> None:
         """Keep in a folder the operators that CANN compiles because it has none ready."""
-        self._npu.set_option(
+        self._api.set_option(
             {"ACL_OP_COMPILER_CACHE_MODE": "enable", "ACL_OP_COMPILER_CACHE_DIR": str(folder)}
         )
 
     # Between host and device.
 
     @cached_property
-    def _transfers(self) -> StreamTransfers:
-        return StreamTransfers(self._npu, self.device)
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Put what is launched in this context on the stream that computes."""
-        return self._transfers.computing()
-
-    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Bring a step's arrays to the device, on a stream of their own."""
-        return self._transfers.upload(arrays)
-
-    def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """Begin to bring a small tensor to the host, on a stream of its own."""
-        return self._transfers.fetch(tensor)
-
-    @cached_property
     def _capture(self) -> GraphCapture:
-        return GraphCapture(self._npu, self._transfers.compute)
+        return GraphCapture(self._api, self._transfers.compute)
 
     @cached_property
     def has_graphs(self) -> bool:

@@ -8,10 +8,10 @@ NpuGraphOpHandler, and its own test of the update. No graph has been captured or
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
+from engine.backends.accelerator import GraphPool
 from engine.backends.attention_metadata import AttentionMetadata
 from engine.backends.base import CapturedGraph
 from engine.backends.npu_attention import KV_LENGTHS
@@ -42,24 +42,21 @@ class NpuGraph(CapturedGraph):
 
 
 class GraphCapture:
-    """Captures graphs that share one pool of memory, since no two run at a time."""
+    """Captures graphs that share one pool of memory."""
 
     def __init__(self, npu: Any, stream: Any) -> None:
         """Take torch.npu, and the stream that computes and will replay."""
         self._npu = npu
         self._stream = stream
-        self._pool: Any = None
-        self._graphs: WeakSet[NpuGraph] = WeakSet()
+        self._pool = GraphPool(npu)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> NpuGraph:
         """Capture what run launches."""
-        if not self._graphs:
-            self._pool = self._npu.graph_pool_handle()  # the last one ended with its last graph
         graph = self._npu.NPUGraph()
         with self._npu.graph(
-            graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True
+            graph, pool=self._pool.handle, stream=self._stream, auto_dispatch_capture=True
         ):
             output = run()
         captured = NpuGraph(graph, output, self._npu.current_stream)
-        self._graphs.add(captured)
+        self._pool.keep(captured)
         return captured

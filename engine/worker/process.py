@@ -34,8 +34,6 @@ _ENVIRONMENT = {
     # busy process on the machine makes a worker ten times slower.
     "GOMP_SPINCOUNT": "1000",
     "TQDM_DISABLE": "1",  # in a log a progress bar is one line without end
-    # torch would import torch_npu by itself, and fail with it where CANN is not loaded.
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "ASCEND_SLOG_PRINT_TO_STDOUT": "1",  # CANN's errors, which it else writes to ~/ascend/log
 }
 

@@ -142,6 +142,17 @@ def running_worker(prefect: Prefect, folder: Path, command: str, name: str) -> I
 
 
 @contextmanager
+def running_deployed_worker(
+    prefect: Prefect, folder: Path, command: str, *, deploy: str
+) -> Iterator[Worker]:
+    """Start a worker that the deployments of the repository are deployed for."""
+    with running_worker(prefect, folder, command, "first") as first:
+        deployed = prefect.command(deploy)
+        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+        yield first
+
+
+@contextmanager
 def _running(command: str, log_path: Path, prefect: Prefect) -> Iterator[subprocess.Popen[bytes]]:
     """Run a line of the shell until the block ends; whatever it has started ends with it."""
     with log_path.open("wb") as log:

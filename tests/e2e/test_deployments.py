@@ -29,8 +29,8 @@ from prefect_processes import (
     Prefect,
     Worker,
     is_alive,
+    running_deployed_worker,
     running_server,
-    running_worker,
     wait_until,
 )
 
@@ -72,10 +72,7 @@ def prefect(folder: Path) -> Iterator[Prefect]:
 
 @pytest.fixture(scope="module")
 def worker(prefect: Prefect, folder: Path) -> Iterator[Worker]:
-    """Give a worker that the deployments of the repository are deployed for."""
-    with running_worker(prefect, folder, WORKER, "first") as first:
-        deployed = prefect.command(DEPLOY)
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    with running_deployed_worker(prefect, folder, WORKER, deploy=DEPLOY) as first:
         yield first
 
 

@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from job_builders import make_job, questions
 from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
-from prefect_processes import Prefect, Worker, running_server, running_worker, wait_until
+from prefect_processes import Prefect, Worker, running_deployed_worker, running_server, wait_until
 
 from flows.config import JobConfig
 
@@ -129,9 +129,7 @@ def prefect(folder: Path) -> Iterator[Prefect]:
 
 @pytest.fixture(scope="module")
 def worker(prefect: Prefect, folder: Path) -> Iterator[Worker]:
-    with running_worker(prefect, folder, WORKER, "first") as first:
-        deployed = prefect.command(DEPLOY)
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    with running_deployed_worker(prefect, folder, WORKER, deploy=DEPLOY) as first:
         yield first
 
 

@@ -6,40 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_slots import FILTERS, VOCAB_SIZE, sampled_slot
 
 from engine.backends import load_backend
 from engine.layers.device_sampler import sample_on_device, sampling_arrays
 from engine.layers.sampler import sample
 from engine.layers.slot import Slot
-from engine.messages import SamplerSpec
 
-VOCAB_SIZE = 97
 BACKEND = load_backend("cpu")
-FILTERS = {
-    "plain": {},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.1},
-    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "greedy": {"temperature": 0.0},
-    "cold": {"temperature": 1e-30},
-    "hot": {"temperature": 5.0},
-    "one": {"top_k": 1},
-    "bias": {"logit_bias": {3: 40.0}},
-}
-
-
-def slot(key: int, fields: dict[str, Any], num_pending: int = 0) -> Slot:
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
-    return Slot(
-        uid=key,
-        token_ids=[1, 2, 3],
-        num_prompt_tokens=2,
-        num_computed_tokens=0,
-        block_ids=[],
-        sampler=SamplerSpec(**(plain | fields), sampling_key=key, sample_index=0),
-        num_pending=num_pending,
-    )
+KINDS = FILTERS | {"bias": {"logit_bias": {3: 40.0}}}
 
 
 def draw_both(logits: torch.Tensor, slots: list[Slot]) -> tuple[list[int], list[int]]:
@@ -48,10 +23,10 @@ def draw_both(logits: torch.Tensor, slots: list[Slot]) -> tuple[list[int], list[
     return on_device.tolist(), sample(logits.clone(), slots)
 
 
-@pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
 def test_every_way_of_drawing_agrees_with_the_cpu(fields: dict[str, Any]) -> None:
     logits = torch.randn(400, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
-    slots = [slot(key, fields) for key in range(len(logits))]
+    slots = [sampled_slot(key, fields) for key in range(len(logits))]
     on_device, on_host = draw_both(logits, slots)
     assert on_device == on_host
     if (
@@ -65,10 +40,10 @@ def test_every_way_of_drawing_agrees_with_the_cpu(fields: dict[str, Any]) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rows_of_a_mixed_batch_do_not_meet(data: st.DataObject) -> None:
-    kinds = data.draw(st.lists(st.sampled_from(list(FILTERS.values())), min_size=1, max_size=12))
+    kinds = data.draw(st.lists(st.sampled_from(list(KINDS.values())), min_size=1, max_size=12))
     seed = data.draw(st.integers(0, 1000))
     logits = torch.randn(len(kinds), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
-    slots = [slot(key, fields) for key, fields in enumerate(kinds)]
+    slots = [sampled_slot(key, fields) for key, fields in enumerate(kinds)]
     together, on_host = draw_both(logits, slots)
     alone = [draw_both(logits[i : i + 1], slots[i : i + 1])[0][0] for i in range(len(slots))]
     assert together == alone == on_host
@@ -79,7 +54,7 @@ def test_a_row_without_a_likeliest_token_gets_the_cpus_and_hurts_nobody() -> Non
     logits[0] = float("nan")
     logits[1] = float("-inf")
     logits[2, 5] = float("inf")
-    slots = [slot(key, {"temperature": 0.0}) for key in range(4)]
+    slots = [sampled_slot(key, {"temperature": 0.0}) for key in range(4)]
     on_device, on_host = draw_both(logits, slots)
     assert on_device == on_host
     assert on_device[2:] == [5, int(logits[3].argmax())]
@@ -87,14 +62,14 @@ def test_a_row_without_a_likeliest_token_gets_the_cpus_and_hurts_nobody() -> Non
 
 def test_a_token_that_the_host_does_not_know_yet_counts_as_a_place_in_the_text() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
-    known = [draw_both(logits, [slot(key, {})])[0] for key in range(20)]
-    pending = [draw_both(logits, [slot(key, {}, num_pending=1)])[0] for key in range(20)]
+    known = [draw_both(logits, [sampled_slot(key, {})])[0] for key in range(20)]
+    pending = [draw_both(logits, [sampled_slot(key, {}, num_pending=1)])[0] for key in range(20)]
     assert known != pending
 
 
 def test_greedy_rows_send_nothing_to_the_device() -> None:
-    assert sampling_arrays([slot(0, {"temperature": 0.0})]) == {}
-    assert set(sampling_arrays([slot(0, {}), slot(1, {"temperature": 0.0})])) == {
+    assert sampling_arrays([sampled_slot(0, {"temperature": 0.0})]) == {}
+    assert set(sampling_arrays([sampled_slot(0, {}), sampled_slot(1, {"temperature": 0.0})])) == {
         "temperature",
         "uniform",
     }
