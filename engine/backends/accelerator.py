@@ -24,8 +24,6 @@ from engine.backends.transfers import StreamTransfers
 class AcceleratorBackend(DeviceBackend):
     """A device with memory, streams and an allocator of its own."""
 
-    prefers_fused_layers = True
-
     def __init__(self, api: Any) -> None:
         """Take torch.cuda or torch.npu; `bind` of the subclass sets the device."""
         self._api = api

@@ -97,7 +97,7 @@ class DeviceBackend(ABC):
     is_host: bool = False
     slot_dtype: torch.dtype = torch.int64  # of slot mappings
     # True where fewer and larger operations pay, so that llama-shaped layers are replaced.
-    prefers_fused_layers: bool = False
+    prefers_fused_layers: bool = True
     # True where attention costs what block tables are wide, so that graphs for narrow ones pay.
     reads_whole_tables: bool = False
 

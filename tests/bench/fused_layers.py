@@ -27,10 +27,6 @@ class WithoutFusedLayers(CpuBackend):
     prefers_fused_layers = False
 
 
-class WithFusedLayers(CpuBackend):
-    prefers_fused_layers = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of `batch` requests that compute `num_new` tokens behind `num_old` others each."""
@@ -51,7 +47,7 @@ def main() -> None:
     decode = [Step(batch=n, num_old=options.context, num_new=1) for n in options.batches]
     steps = [*decode, Step(batch=1, num_old=0, num_new=options.context)]
     num_blocks = max(step.batch * step.num_blocks for step in steps)
-    kinds = (WithoutFusedLayers(), WithFusedLayers())
+    kinds = (WithoutFusedLayers(), CpuBackend())
     models = [_load(backend, options.demo_dir, options.dtype, num_blocks) for backend in kinds]
     print(f"{options.dtype}, {options.threads} threads, {options.context} tokens each")
     print(f"{'step':<12} {'plain ms':>9} {'fused ms':>9} {'ratio':>6}")

@@ -163,6 +163,6 @@ class TestWhatCannotBeExact:
         def add_mean(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
             return output + 1e-3 * output.mean(dim=-2, keepdim=True)
 
-        model.module.model.layers[0].mlp.register_forward_hook(add_mean)
+        model.module.model.layers[0].down_proj.register_forward_hook(add_mean)
         with pytest.raises(ConfigError, match="LlamaForCausalLM computes something"):
             check_rows(model, backend, block_size=BLOCK_SIZE, num_tokens=40)

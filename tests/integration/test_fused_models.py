@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, l
 
 @pytest.fixture
 def fused_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the CPU prefer fused layers; return how many each loaded model has."""
+    """Return how many fused layers each loaded model has."""
     counts: list[int] = []
 
     def fuse(*args: Any) -> int:
@@ -37,7 +37,6 @@ def fused_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return counts[-1]
 
     original = loader.fuse_layers
-    monkeypatch.setattr(CpuBackend, "prefers_fused_layers", True)
     monkeypatch.setattr(loader, "fuse_layers", fuse)
     return counts
 
@@ -144,7 +143,7 @@ def test_split_and_fused_model_gives_the_logits_of_the_whole_and_plain(
     expected, num_fused = logits_of(copy.deepcopy(module), ParallelGroup())
     assert num_fused == 0
 
-    monkeypatch.setattr(CpuBackend, "prefers_fused_layers", True)
+    monkeypatch.undo()
     modules = [copy.deepcopy(module) for _ in range(world_size)]
     results = run_ranks(
         tmp_path / "ranks", world_size, lambda group: logits_of(modules[group.rank], group)

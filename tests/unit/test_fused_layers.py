@@ -22,16 +22,18 @@ PATH = Path("models/toy")
 TOKENS, POSITIONS = torch.arange(3, 9), torch.arange(6)
 
 
-class Fusing(CpuBackend):
-    """The CPU, as a device that prefers fused layers."""
+class Plain(CpuBackend):
+    """A device that leaves layers as they are."""
 
-    prefers_fused_layers = True
+    prefers_fused_layers = False
 
 
 def prepare(
     module: Any, backend: CpuBackend | None = None, group: ParallelGroup | None = None
 ) -> LoadedModel:
-    return prepare_model(copy.deepcopy(module), backend or Fusing(), group or ParallelGroup(), PATH)
+    return prepare_model(
+        copy.deepcopy(module), backend or CpuBackend(), group or ParallelGroup(), PATH
+    )
 
 
 def layers(model: LoadedModel) -> list[Any]:
@@ -85,7 +87,7 @@ def test_fused_layers_ask_the_same_of_attention_and_give_the_same_logits(
 ) -> None:
     family, settings = FUSED[case]
     module = stir(make_model(family, tmp_path, **settings))
-    wanted, wanted_calls = run(prepare(module, CpuBackend()))
+    wanted, wanted_calls = run(prepare(module, Plain()))
 
     model = prepare(module)
     logits, calls = run(model)
@@ -125,7 +127,7 @@ def test_model_that_is_built_alike_but_computes_otherwise_stays_and_is_named(
     family: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = make_model(family, tmp_path, **settings)
-    wanted, _ = run(prepare(module, CpuBackend()))
+    wanted, _ = run(prepare(module, Plain()))
     with caplog.at_level(logging.INFO, "engine.layers.fused_layers"):
         model = prepare(module)
     assert count_fused(model) == 0
@@ -141,24 +143,24 @@ def test_layers_are_judged_one_by_one(tmp_path: Path) -> None:
     model = prepare(module)
     fused = [isinstance(layer, FusedDecoderLayer) for layer in layers(model)]
     assert fused == [True, True, True, False]
-    torch.testing.assert_close(run(model)[0], run(prepare(module, CpuBackend()))[0])
+    torch.testing.assert_close(run(model)[0], run(prepare(module, Plain()))[0])
 
 
 # What one wrong kernel does.
 
 
-class WrongTurn(Fusing):
+class WrongTurn(CpuBackend):
     def rotary(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return super().rotary(states, cos, -sin)
 
 
-class WrongGate(Fusing):
+class WrongGate(CpuBackend):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * torch.nn.functional.silu(up)
 
 
-class LostSum(Fusing):
+class LostSum(CpuBackend):
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,12 +168,12 @@ class LostSum(Fusing):
         return normed, residual
 
 
-class OtherEpsilon(Fusing):
+class OtherEpsilon(CpuBackend):
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return super().rms_norm(hidden, weight, 100 * epsilon)
 
 
-class NoNumber(Fusing):
+class NoNumber(CpuBackend):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return super().silu_mul(gate_up).fill_(float("nan"))
 
@@ -182,10 +184,10 @@ def test_device_whose_kernels_compute_something_else_keeps_the_layers(
 ) -> None:
     model = prepare(llama, backend())
     assert count_fused(model) == 0
-    torch.testing.assert_close(run(model)[0], run(prepare(llama, CpuBackend()))[0])
+    torch.testing.assert_close(run(model)[0], run(prepare(llama, Plain()))[0])
 
 
-class RoundsOnce(Fusing):
+class RoundsOnce(CpuBackend):
     """Computes in float32 and rounds at the end, as kernels of devices do."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -211,10 +213,10 @@ def test_model_that_turns_in_float32_stays(tmp_path: Path) -> None:
 
 
 def test_ranks_decide_alike(llama: Any, tmp_path: Path) -> None:
-    backends = (Fusing(), WrongTurn())
+    backends = (CpuBackend(), WrongTurn())
     models = run_ranks(tmp_path, 2, lambda group: prepare(llama, backends[group.rank], group))
     assert [count_fused(model) for model in models] == [0, 0]
-    models = run_ranks(tmp_path / "alike", 2, lambda group: prepare(llama, Fusing(), group))
+    models = run_ranks(tmp_path / "alike", 2, lambda group: prepare(llama, CpuBackend(), group))
     assert [count_fused(model) for model in models] == [2, 2]
 
 
@@ -228,17 +230,17 @@ def count_bytes(module: Any) -> int:
 
 
 def test_merging_keeps_no_weight_twice_even_while_both_layers_live(llama: Any) -> None:
-    model = prepare(llama, CpuBackend())
+    model = prepare(llama, Plain())
     _, calls = run(model)
     whole = count_bytes(model.module)
     for layer, call in zip(layers(model), calls, strict=True):
         parts = match_llama(layer, ())
         assert parts is not None
-        fused = FusedDecoderLayer(parts, call, model.attention, Fusing())
+        fused = FusedDecoderLayer(parts, call, model.attention, CpuBackend())
         assert count_bytes(nn.ModuleList([model.module, fused])) == whole
 
 
-@pytest.mark.parametrize("backend", [Fusing, WrongTurn])
+@pytest.mark.parametrize("backend", [CpuBackend, WrongTurn])
 def test_model_is_as_large_as_before(backend: type[CpuBackend], llama: Any) -> None:
     assert count_bytes(prepare(llama, backend()).module) == count_bytes(llama)
 
@@ -246,7 +248,7 @@ def test_model_is_as_large_as_before(backend: type[CpuBackend], llama: Any) -> N
 def test_memory_is_given_back_after_each_layer(llama: Any) -> None:
     held: list[int] = []
 
-    class Counting(Fusing):
+    class Counting(CpuBackend):
         def release_memory(self) -> None:
             held.append(count_bytes(module))
 
@@ -323,7 +325,7 @@ def test_norms_of_torch_are_taken_too(llama: Any) -> None:
         layer.post_attention_layernorm = nn.RMSNorm(64)  # torch's own epsilon
     model = prepare(module)
     assert count_fused(model) == 2
-    torch.testing.assert_close(run(model)[0], run(prepare(module, CpuBackend()))[0])
+    torch.testing.assert_close(run(model)[0], run(prepare(module, Plain()))[0])
 
 
 def test_layer_that_shares_a_weight_is_left_alone(llama: Any) -> None:
