@@ -156,7 +156,17 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed")
 
 
 ToWorker = StartWorker | AllocateCache | ScheduleBatch | Shutdown
-FromWorker = WorkerReady | CacheAllocated | StepDone | StepFailed | StartFailed
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
+    """A line that the worker has logged, on its way to an answer; level as in `logging`."""
+
+    name: str
+    level: int
+    text: str
+
+
+FromWorker = WorkerReady | CacheAllocated | StepDone | StepFailed | StartFailed | LogLine
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

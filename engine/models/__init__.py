@@ -1,5 +1,4 @@
 """Models: the modules of transformers with our attention inside."""
 
-from engine.models.loader import LoadedModel as LoadedModel
 from engine.models.loader import load_model as load_model
 from engine.models.loader import prepare_model as prepare_model

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from engine.worker.channel import Channel
+from engine.worker.channel import Channel, LineSender
 from engine.worker.model_worker import serve
 
 _PR_SET_PDEATHSIG = 1
@@ -31,8 +31,11 @@ def main() -> None:
         level="WARNING",  # of libraries
         format=f"%(asctime)s %(levelname)s rank={rank} pid=%(process)d %(name)s: %(message)s",
     )
-    logging.getLogger("engine").setLevel(level)
-    serve(Channel.inherited(file_descriptor))
+    channel = Channel.inherited(file_descriptor)
+    logger = logging.getLogger("engine")
+    logger.setLevel(level)
+    logger.addHandler(LineSender(channel))
+    serve(channel)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,22 @@
 """The pipe between the main process and a worker: whole messages, never torn ones."""
 
+import logging
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 
-from engine.messages import FromWorker, ToWorker, decode_from_worker, decode_to_worker, encode
+from engine.messages import (
+    FromWorker,
+    LogLine,
+    ToWorker,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
 
 
 class ChannelClosedError(Exception):
@@ -18,10 +28,11 @@ class ChannelStuckError(Exception):
 
 
 class Channel:
-    """One end of the pipe. Not for two threads at once in the same direction."""
+    """One end of the pipe. Any thread may send, one at a time may receive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
 
     @staticmethod
     def pair(send_timeout_seconds: float) -> tuple["Channel", "Channel"]:
@@ -58,7 +69,8 @@ class Channel:
             ChannelStuckError: it has not read for too long; the pipe is of no use any more.
         """
         try:
-            self._connection.send_bytes(encode(message))
+            with self._sending:
+                self._connection.send_bytes(encode(message))
         except BlockingIOError as error:
             raise ChannelStuckError(str(error)) from error
         except OSError as error:
@@ -66,7 +78,7 @@ class Channel:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Return True as soon as a message, or the end of the pipe, can be read."""
-        return self._connection.poll(timeout_seconds)
+        return self._connection.poll(max(0.0, timeout_seconds))
 
     def receive_from_worker(self) -> FromWorker:
         """Return the next message of a worker.
@@ -93,6 +105,23 @@ class Channel:
             return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise ChannelClosedError(str(error)) from error
+
+
+class LineSender(logging.Handler):
+    """Sends what a worker logs to the main process, beside its log file."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record without its traceback; that is in the file, and all when nobody reads."""
+        text = record.getMessage()
+        if record.exc_info:
+            text += f": {record.exc_info[1]!r}"
+        line = LogLine(name=record.name, level=record.levelno, text=text)
+        with suppress(ChannelClosedError):
+            self._channel.send(line)
 
 
 def _limit_sending(connection: Connection, timeout_seconds: float) -> None:

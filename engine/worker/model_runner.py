@@ -23,13 +23,13 @@ from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks, run_l
 from engine.layers.model_input import ModelInput, SlotTable
 from engine.layers.model_step import ModelStep
 from engine.layers.pending_step import PendingStep
+from engine.layers.row_check import check_rows
 from engine.layers.step_scores import StepScores, asking_rows, score_step
 from engine.layers.token_picker import TokenPicker
 from engine.messages import ScheduleBatch, StartWorker
 from engine.model_source import ModelSource
 from engine.models import load_model
 from engine.parallel import ParallelGroup, Rendezvous
-from engine.worker.row_check import check_rows
 from engine.worker.runner import Runner
 
 _GIB = 1 << 30

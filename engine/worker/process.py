@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import WorkerError, WorkerFailure
-from engine.messages import FromWorker, Shutdown, StartFailed, StepFailed, ToWorker
+from engine.messages import FromWorker, LogLine, Shutdown, StartFailed, StepFailed, ToWorker
 from engine.worker import log_files
 from engine.worker.channel import Channel, ChannelClosedError, ChannelStuckError
 from engine.worker.model_worker import ModelWorker
@@ -127,16 +127,30 @@ class WorkerProcess:
         Raises:
             WorkerError: the worker died, or was silent for too long.
         """
-        if not self.channel.wait(timeout_seconds):
-            raise WorkerError(
-                f"worker rank {self._rank} (pid {self.pid}) was silent for {timeout_seconds:.0f} s"
-                f"{self.log_hint()}",
-                failure=WorkerFailure.TIMEOUT,
-            )
+        deadline = time.monotonic() + timeout_seconds
+        while self.channel.wait(deadline - time.monotonic()):
+            if (reply := self.take()) is not None:
+                return reply
+        raise WorkerError(
+            f"worker rank {self._rank} (pid {self.pid}) was silent for {timeout_seconds:.0f} s"
+            f"{self.log_hint()}",
+            failure=WorkerFailure.TIMEOUT,
+        )
+
+    def take(self) -> FromWorker | None:
+        """Return the answer that waits in the pipe; None when it was a line for the log.
+
+        Raises:
+            WorkerError: the worker died.
+        """
         try:
             reply = self.channel.receive_from_worker()
         except ChannelClosedError as error:
             raise self._death() from error
+        if isinstance(reply, LogLine):
+            # By the thread that waits for answers, which belongs to the shard that they are for.
+            logging.getLogger(reply.name).log(reply.level, "rank=%d %s", self._rank, reply.text)
+            return None
         self.busy.note_answer()
         return reply
 
@@ -223,6 +237,10 @@ class InlineWorker:
 
     def receive(self, timeout_seconds: float) -> FromWorker:
         """Return the oldest answer."""
+        return self.take()
+
+    def take(self) -> FromWorker:
+        """Return the oldest answer."""
         self.busy.note_answer()
         return self._replies.popleft()
 
@@ -270,7 +288,10 @@ def receive_from_all(
                 break
             raise _silence(waiting, timeout_seconds)
         for rank in ready:
-            replies[rank] = reply = waiting[rank].receive(timeout_seconds)
+            reply = waiting[rank].take()
+            if reply is None:
+                continue
+            replies[rank] = reply
             if isinstance(reply, StepFailed | StartFailed) and not has_failed:
                 has_failed = True
                 deadline = time.monotonic() + _AFTERMATH_SECONDS

@@ -16,7 +16,8 @@ import torch
 from engine.backends.attention_metadata import AttentionMetadata
 from engine.backends.cpu import CpuBackend
 from engine.layers.kv_pool import allocate_pool
-from engine.models import LoadedModel, load_model
+from engine.layers.loaded_model import LoadedModel
+from engine.models import load_model
 from engine.parallel import ParallelGroup
 
 ROOT = Path(__file__).resolve().parents[2]

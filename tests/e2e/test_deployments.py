@@ -150,6 +150,7 @@ def _check_lines(prefect: Prefect, run_id: UUID) -> None:
     }
     assert (None, "flows.planner", "planned", 20) in lines
     assert ("shard-0000", "engine.offline", "engine", 20) in lines
+    assert ("shard-0000", "engine.worker.model_worker", "rank=0", 20) in lines
     for index in range(4):
         assert (f"shard-{index:04d}", "flows.tasks", f"shard={index}", 20) in lines
 

@@ -13,7 +13,7 @@ from engine.backends import load_backend
 from engine.layers.kv_pool import allocate_pool
 from engine.models import load_model
 from engine.parallel import ParallelGroup
-from engine.worker.row_check import check_rows
+from engine.layers.row_check import check_rows
 
 pytestmark = pytest.mark.integration
 

@@ -1,5 +1,6 @@
 """Worker processes: they end with their parent, and never without a word."""
 
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from engine import (
     WorkerError,
     WorkerFailure,
 )
+from engine.worker.channel import Channel
+from engine.worker.process import WorkerProcess, receive_from_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiprocess]
 
@@ -146,6 +149,58 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path, occupation: str
     wait_until(lambda: is_gone(worker))
     parent.stdout.close()
     parent.stdin.close()
+
+
+def test_what_a_worker_logs_is_logged_by_the_main_process_too_at_its_level(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="engine")
+    with OfflineInference(mock_config(tmp_path, mock_device_lost_after_steps=0)) as llm:
+        [pid] = llm.worker_pids
+        with pytest.raises(WorkerError, match="the mock device is lost"):
+            llm.generate(rows(1))
+    lines = [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.name == "engine.worker.model_worker"
+    ]
+    assert [(level, text.partition(" seconds=")[0]) for level, text in lines] == [
+        (logging.INFO, "rank=0 loading model=none ranks=1"),
+        (logging.INFO, "rank=0 model loaded device=mock"),
+        (logging.ERROR, "rank=0 step 0 failed: _DeviceLostError('the mock device is lost')"),
+    ]
+    [log] = tmp_path.glob("worker-*.log")
+    assert f"ERROR rank=0 pid={pid} engine.worker.model_worker: step 0 failed" in log.read_text()
+    assert "Traceback" in log.read_text()
+
+
+class SpeakingWorker(WorkerProcess):
+    """Logs a line, and then sleeps; rank 1 ends without a word."""
+
+    def _spawn(self, theirs: Channel) -> "subprocess.Popen[bytes]":
+        speak = (
+            "import logging, sys, time; from engine.worker.channel import Channel, LineSender;"
+            "logger = logging.getLogger('engine');"
+            "logger.addHandler(LineSender(Channel.inherited(int(sys.argv[1]))));"
+            "logger.warning('I wait for rank 1');"
+            "time.sleep(600)"
+        )
+        command = [sys.executable, "-c", "" if self._rank else speak, str(theirs.file_descriptor)]
+        return subprocess.Popen(command, pass_fds=(theirs.file_descriptor,))
+
+
+def test_a_rank_that_logs_and_waits_does_not_hide_that_another_has_died(tmp_path: Path) -> None:
+    config = mock_config(tmp_path)
+    workers = [SpeakingWorker(config, 0, tmp_path / "0.log")]
+    try:
+        assert workers[0].channel.wait(PATIENCE_SECONDS)
+        workers.append(SpeakingWorker(config, 1, tmp_path / "1.log"))
+        with pytest.raises(WorkerError, match="rank 1 .* ended with exit code 0") as caught:
+            receive_from_all(workers, PATIENCE_SECONDS)
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert caught.value.failure is WorkerFailure.DIED
 
 
 def test_a_worker_leaves_signals_to_its_parent(tmp_path: Path) -> None:

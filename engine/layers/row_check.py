@@ -13,7 +13,7 @@ import torch
 from engine.backends.attention_metadata import AttentionMetadata
 from engine.backends.base import DeviceBackend
 from engine.errors import ConfigError
-from engine.models import LoadedModel
+from engine.layers.loaded_model import LoadedModel
 
 _MOST_TOKENS = 40
 # Rotary embeddings that are computed from the longest request of a batch.
