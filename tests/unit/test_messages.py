@@ -12,6 +12,7 @@ from engine.messages import (
     AllocateCache,
     CacheAllocated,
     FromWorker,
+    LogLine,
     NewRequest,
     Running,
     SamplerSpec,
@@ -89,6 +90,7 @@ FROM_WORKER: list[FromWorker] = [
     ),
     StepFailed(step_id=3, kind="out_of_memory", message="no\u2028room \ufffd"),
     StartFailed(is_config_error=True, message="no model"),
+    LogLine(name="engine.worker", level=20, text="a line\u2028of two"),
 ]
 
 
