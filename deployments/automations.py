@@ -25,8 +25,9 @@ WEBHOOK_URL_VARIABLE = "TOKENMILL_WEBHOOK_URL"
 WEBHOOK_BLOCK_NAME = "tokenmill-notifications"
 VANISHED_NAME = "tokenmill: a run whose heartbeats stop has crashed"
 NOTIFY_NAME = "tokenmill: tell of runs that failed, crashed or are late"
-# prefect.yaml sets 30 seconds between heartbeats: three of them must be missing.
-SILENCE = timedelta(seconds=90)
+# prefect.yaml sets 30 seconds between heartbeats. A server that was away has heard none: one that is
+# back within this time takes no run for gone. A slot of a concurrency limit is kept as long.
+SILENCE = timedelta(seconds=300)
 
 _RUN = "prefect.flow-run"
 _HEARTBEAT = f"{_RUN}.heartbeat"
@@ -42,7 +43,7 @@ _PAYLOAD = (
 )
 
 
-def crash_vanished_runs() -> AutomationCore:
+def crash_vanished_runs(silence: timedelta = SILENCE) -> AutomationCore:
     """Return the automation that ends runs of which nothing is heard any more."""
     return AutomationCore(
         name=VANISHED_NAME,
@@ -55,13 +56,13 @@ def crash_vanished_runs() -> AutomationCore:
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=SILENCE,
+            within=silence,
         ),
         actions=[
             ChangeFlowRunState(
                 state=StateType.CRASHED,
-                message=f"no heartbeat for {SILENCE.total_seconds():.0f} s: the process is gone, "
-                "or cannot reach the server; Retry goes on with the job",
+                message=f"no heartbeat for {silence.total_seconds():.0f} s: the process is gone, "
+                "or could not reach the server; Retry goes on with the job",
             )
         ],
     )

@@ -14,7 +14,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._never_used: deque[int] = deque(range(num_blocks))
+        self._empty: deque[int] = deque(range(num_blocks))
         self._cached_free: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -23,7 +23,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated: empty ones and those that only cache a prefix."""
-        return len(self._never_used) + len(self._cached_free)
+        return len(self._empty) + len(self._cached_free)
 
     @property
     def num_cached(self) -> int:
@@ -68,20 +68,20 @@ class BlockPool:
             if block_id in self._hash_of:
                 self._cached_free[block_id] = None
             else:
-                self._never_used.append(block_id)
+                self._empty.append(block_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + held = all and the indexes agree."""
         held = sum(1 for count in self._ref_counts if count > 0)
         assert held + self.num_free == self.num_blocks
-        assert all(self._ref_counts[block] == 0 for block in self._never_used)
+        assert all(self._ref_counts[block] == 0 for block in self._empty)
         assert all(self._ref_counts[block] == 0 for block in self._cached_free)
         assert {block: name for name, block in self._block_of.items()} == self._hash_of
         assert all(block in self._hash_of for block in self._cached_free)
 
     def _take_one(self) -> int:
-        if self._never_used:
-            block_id = self._never_used.popleft()
+        if self._empty:
+            block_id = self._empty.popleft()
         else:
             block_id, _ = self._cached_free.popitem(last=False)
             del self._block_of[self._hash_of.pop(block_id)]

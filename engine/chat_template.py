@@ -6,6 +6,7 @@ Control tokens that the template writes are control tokens; those inside of mess
 import logging
 import re
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
 from engine.config import ChatConfig
@@ -18,10 +19,13 @@ _SYSTEM_ROLES = ("system", "developer")
 _USER: Message = {"role": "user", "content": "x"}
 _PROBE = "probe-of-the-chat-template"
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class ChatTemplate:
     """The chat template of one tokenizer of transformers, or the one that was set instead.
+
+    text is the template as it was written, empty when there is none.
 
     Templates differ in whether they take system messages (else engine.chat.system_role says what
     happens) and content in parts (else the parts become lines of one text). A few renderings tell,
@@ -34,16 +38,13 @@ class ChatTemplate:
     def __init__(self, config: ChatConfig, tokenizer: Any) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._template = _read_template(config)
+        template = _read_template(config) or tokenizer.chat_template
+        self.text = str(template or "")
+        tokenizer.chat_template = _dated(template, config.now or datetime.now())
         self._control_tokens = _pattern_of(tokenizer.added_tokens_encoder)
         self._takes_parts = self._probe_parts()
         self._refused_roles = self._probe_roles()
         self._told_roles: set[str] = set()
-
-    @property
-    def text(self) -> str:
-        """The template in use; empty when there is none."""
-        return str(self._template or self._tokenizer.chat_template or "")
 
     @property
     def system_role(self) -> str:
@@ -72,7 +73,6 @@ class ChatTemplate:
     ) -> Any:
         return self._tokenizer.apply_chat_template(
             messages,
-            chat_template=self._template,
             tools=list(self._config.tools) or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=tokenize,
@@ -198,6 +198,13 @@ def _text_of_part(part: Any) -> str:
 def _pattern_of(tokens: Collection[str]) -> re.Pattern[str]:
     longest_first = sorted((t for t in tokens if not t.isspace()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _dated(template: Any, now: datetime) -> Any:
+    """Write in the dates of one moment, where a template would ask the clock at every row."""
+    if isinstance(template, dict):  # by name
+        return {name: _dated(text, now) for name, text in template.items()}
+    return template and _CLOCK_CALL.sub(lambda call: repr(now.strftime(call[2])), template)
 
 
 def _read_template(config: ChatConfig) -> str | None:

@@ -1,5 +1,6 @@
 """What a user sets about the engine, one frozen section for each part that receives it."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+# What a waiting prompt may have on average before fewer than max_waiting_requests wait. In memory a
+# token is a Python int.
+_TOKENS_OF_WAITING = 1024
 OrderPolicy = Literal["fcfs", "priority", "shortest_first", "longest_first", "prefix"]
 
 
@@ -46,7 +50,10 @@ class SchedulerConfig(Section):
         "waits for ever.",
     )
     max_waiting_requests: int = Field(
-        default=1024, ge=1, description="Requests read ahead, among which the order chooses."
+        default=1024,
+        ge=1,
+        description="Requests read ahead, among which the order chooses; fewer, where their prompts "
+        "have more than 1024 tokens on average.",
     )
     batching: Literal["continuous", "dynamic", "static"] = Field(
         default="continuous",
@@ -81,6 +88,11 @@ class SchedulerConfig(Section):
     def is_long(self, num_prompt_tokens: int) -> bool:
         """Tell whether a prompt belongs to the lane of the very long ones."""
         return self.long_request_tokens is not None and num_prompt_tokens > self.long_request_tokens
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        """Prompt tokens read ahead, whatever the number of requests; the next steps never lack any."""
+        return max(_TOKENS_OF_WAITING * self.max_waiting_requests, 2 * self.max_num_batched_tokens)
 
     @model_validator(mode="after")
     def _room_for_every_running_request(self) -> "SchedulerConfig":
@@ -135,7 +147,11 @@ class ChatConfig(Section):
         default_factory=list,
         description="Tool definitions in OpenAI's form, given to the template.",
     )
-
+    now: datetime | None = Field(
+        default=None,
+        description="The date that a template writes (strftime_now); left out, that of the job's "
+        "creation, on which every row of it has the same.",
+    )
     system_role: Literal["error", "fold", "drop"] = Field(
         default="error",
         description="What happens to a system message where the template refuses it or leaves it "
@@ -151,8 +167,17 @@ class ChatConfig(Section):
         return None if template is None or is_inline else Path(template)
 
 
+def _leave_mock_out_of_forms(schema: dict[str, Any]) -> None:
+    """Have what only tests set checked like the other settings, but not shown among them."""
+    fields = schema["properties"]
+    mock = [name for name in fields if name.startswith("mock_")]
+    schema["patternProperties"] = {f"^{name}$": fields.pop(name) for name in mock}
+
+
 class RuntimeConfig(Section):
     """Processes, time-outs, and where things are run."""
+
+    model_config = ConfigDict(json_schema_extra=_leave_mock_out_of_forms)
 
     inline: bool = Field(
         default=False, description="Run the worker inside this process, for debugging."
@@ -221,7 +246,10 @@ class EngineConfig(Section):
         description="auto takes an NPU, else a GPU, else the CPU; mock answers by rule, without a model.",
     )
     device_ids: tuple[NonNegativeInt, ...] = Field(
-        default=(0,), min_length=1, description="Logical devices that engines may use."
+        default=(0,),
+        min_length=1,
+        json_schema_extra={"uniqueItems": True},
+        description="Logical devices that engines may use.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto takes the dtype that the checkpoint was saved in."
@@ -232,7 +260,10 @@ class EngineConfig(Section):
         description="Devices that share one model; on the CPU, workers that share its cores.",
     )
     pipeline_parallel_size: int = Field(
-        default=1, ge=1, description="Only 1: layers are not split over devices."
+        default=1,
+        ge=1,
+        json_schema_extra={"maximum": 1},
+        description="Only 1: layers are not split over devices.",
     )
     deterministic: bool = Field(
         default=False,
@@ -257,12 +288,15 @@ class EngineConfig(Section):
         default=False, description="Run Python code that comes with the model."
     )
     cache_dir: Path | None = Field(
-        default=None, description="Where converted weights and compiled kernels are kept."
+        default=None,
+        description="Where compiled kernels are kept; who writes there can run code in a worker.",
     )
     log_dir: Path | None = Field(
         default=None, description="Where worker logs go; a temporary folder when left out."
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Least severe lines of the log that are kept and shown."
+    )
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     chat: ChatConfig = Field(default_factory=ChatConfig)

@@ -8,7 +8,6 @@ import logging
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from msgspec import structs
@@ -27,10 +26,14 @@ from engine.messages import (
     WorkerReady,
 )
 from engine.model_source import ModelSource
+from engine.private_folder import private_folder
+from engine.worker.answers import Patience, receive_from_all
 from engine.worker.log_files import new_log_path
-from engine.worker.process import InlineWorker, Worker, WorkerProcess, receive_from_all
+from engine.worker.process import InlineWorker, Worker, WorkerProcess
 
 logger = logging.getLogger(__name__)
+# How long the end waits for a step of which nobody knows whether it will ever come.
+_GRACE_SECONDS = 10.0
 _Reply = TypeVar("_Reply", WorkerReady, CacheAllocated)
 
 
@@ -62,11 +65,15 @@ class StepFuture:
 class ExecutionEngine:
     """Sends each step to every rank and returns what rank 0 sampled, in order.
 
-    One thread at a time may use it; `is_busy` and `num_in_flight` any thread may ask.
+    One thread at a time may use it; `num_in_flight` any may ask.
+    Once is_ending says that nobody wants more than the steps in flight, a worker that hangs is
+    waited for no longer than _GRACE_SECONDS, or twice the slowest step so far.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, is_ending: Callable[[], bool] = lambda: False) -> None:
         self._config = config
+        self._is_ending = is_ending
+        self._slowest_seconds = 0.0
         self._workers: list[Worker] = []
         self._in_flight: deque[StepFuture] = deque()
         self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
@@ -81,11 +88,6 @@ class ExecutionEngine:
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers."""
         return tuple(worker.pid for worker in self._workers)
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a worker has something to answer."""
-        return any(worker.busy.is_set for worker in self._workers)
 
     @property
     def num_in_flight(self) -> int:
@@ -126,7 +128,7 @@ class ExecutionEngine:
         """Finish the steps in flight, then end the workers in order; kill those that hang."""
         try:
             self._finish_steps()
-            idle = [worker for worker in self._workers if not worker.busy.is_set]
+            idle = [worker for worker in self._workers if not worker.num_due]
             for worker in idle:
                 worker.ask_to_stop()
             for worker in idle:
@@ -157,7 +159,11 @@ class ExecutionEngine:
         self._in_flight.popleft()
 
     def _receive_answer(self, step_id: int) -> StepDone | StepFailed:
-        answers = receive_from_all(self._workers, self._config.runtime.watchdog_seconds)
+        grace_seconds = max(_GRACE_SECONDS, 2 * self._slowest_seconds)
+        watchdog_seconds = self._config.runtime.watchdog_seconds
+        patience = Patience(watchdog_seconds, self._is_ending, grace_seconds)
+        answers = receive_from_all(self._workers, patience)
+        self._slowest_seconds = max(self._slowest_seconds, patience.waited_seconds)
         replies = [(worker, _as_answer(reply, step_id)) for worker, reply in answers]
         for worker, reply in replies:
             if isinstance(reply, StepFailed):
@@ -214,12 +220,13 @@ class ExecutionEngine:
     def _make_worker(self, rank: int) -> Worker:
         if self._config.runtime.inline:
             return InlineWorker()
-        folder = self._config.log_dir or Path(tempfile.gettempdir()) / "tokenmill-logs"
+        folder = self._config.log_dir or private_folder() / "logs"
         return WorkerProcess(self._config, rank, new_log_path(folder, rank))
 
     def _expect_all(self, kind: type[_Reply]) -> list[_Reply]:
         """Return each rank's answer; what only the user can mend is told before its consequences."""
-        answers = receive_from_all(self._workers, self._config.runtime.start_timeout_seconds)
+        patience = Patience(self._config.runtime.start_timeout_seconds)
+        answers = receive_from_all(self._workers, patience)
         for _, reply in answers:
             if isinstance(reply, StartFailed) and reply.is_config_error:
                 raise ConfigError(reply.message)

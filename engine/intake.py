@@ -4,6 +4,7 @@ The device never waits for text: while a step runs, the next requests are being 
 encoded ahead is bounded, so memory does not grow with the input.
 """
 
+import contextvars
 import logging
 import threading
 from collections import deque
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.request import GenerateRequest
 
@@ -29,7 +31,7 @@ class EncodedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intake:
-    """One caller's requests, read ahead by at most `depth`.
+    """One caller's requests, read ahead as far as the scheduler lets as many wait.
 
     The source is iterated, and closed, in the thread of the intake alone.
     """
@@ -38,20 +40,24 @@ class Intake:
         self,
         source: Iterator[GenerateRequest],
         encode: Callable[[GenerateRequest], EncodedRequest],
-        *,
-        depth: int,
+        config: SchedulerConfig,
         on_arrival: Callable[[], None],
     ) -> None:
         self._source = source
         self._encode = encode
-        self._depth = depth
+        self._depth = config.max_waiting_requests
+        self._max_tokens = config.max_waiting_tokens
+        self._num_tokens = 0
         self._on_arrival = on_arrival
         self._condition = threading.Condition()
         self._items: deque[EncodedRequest] = deque()
         self._error: BaseException | None = None
         self._is_closed = False
         self._is_ended = False
-        self._thread = threading.Thread(target=self._work, name="tokenmill-intake", daemon=True)
+        context = contextvars.copy_context()  # its log lines belong to the caller
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work,), name="tokenmill-intake", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -69,8 +75,9 @@ class Intake:
         with self._condition:
             if self._items:
                 item = self._items.popleft()
+                self._num_tokens -= len(item.token_ids)
                 # Not for each one: waking a thread costs more than it then encodes.
-                if len(self._items) <= self._depth // 2:
+                if 2 * len(self._items) <= self._depth and 2 * self._num_tokens <= self._max_tokens:
                     self._condition.notify_all()
                 return item
             error, self._error = self._error, None
@@ -89,28 +96,35 @@ class Intake:
 
     def _work(self) -> None:
         try:
+            self._read()
+        except BaseException as error:  # noqa: BLE001 - raised again where the requests are taken
+            self._error = error
+        with self._condition:
+            self._is_ended = True
+        self._on_arrival()
+
+    def _read(self) -> None:
+        try:
             for request in self._source:
                 # What depends on others has no prompt yet.
                 is_ready = not request.depends_on
                 item = self._encode(request) if is_ready else EncodedRequest(request=request)
                 if not self._put(item):
                     break
-        except BaseException as error:  # noqa: BLE001 - raised again where the requests are taken
-            self._error = error
         finally:
-            close = getattr(self._source, "close", None)
-            if close is not None:
-                close()
-            with self._condition:
-                self._is_ended = True
-            self._on_arrival()
+            if hasattr(self._source, "close"):
+                self._source.close()
 
     def _put(self, item: EncodedRequest) -> bool:
         """Add an item when there is room; return False when nobody wants it any more."""
         with self._condition:
-            self._condition.wait_for(lambda: len(self._items) < self._depth or self._is_closed)
+            self._condition.wait_for(lambda: self._has_room() or self._is_closed)
             if self._is_closed:
                 return False
             self._items.append(item)
+            self._num_tokens += len(item.token_ids)
         self._on_arrival()
         return True
+
+    def _has_room(self) -> bool:
+        return len(self._items) < self._depth and self._num_tokens < self._max_tokens

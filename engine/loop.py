@@ -166,6 +166,7 @@ class EngineLoop:
                 step_id=step.batch.step_id,
                 num_prefill_tokens=step.num_prefill_tokens,
                 num_decode_tokens=step.num_decode_tokens,
+                num_repeated_tokens=step.num_repeated_tokens,
                 num_preempted=step.num_preempted,
                 num_waiting=scheduler.num_waiting,
                 num_running=scheduler.num_running,

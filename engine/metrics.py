@@ -33,6 +33,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    num_repeated_tokens: int
     num_sampled_tokens: int
     num_preempted: int
     num_free_blocks: int
@@ -48,8 +49,9 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True):
     """One run, or one shard of it: sums over its steps, and wall seconds by bucket.
 
     busy_seconds is the time with at least one step in flight. num_computed_tokens counts every
-    token of every step, those computed again after a preemption included. Of num_decode_steps, in
-    which no prompt was computed, the device replayed num_graph_steps as captured graphs.
+    token of every step; num_repeated_tokens of them had been computed before, and were lost by a
+    preemption or a step that failed. Of num_decode_steps, in which no prompt was computed, the
+    device replayed num_graph_steps as captured graphs.
     """
 
     num_steps: int = 0
@@ -60,6 +62,7 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_computed_tokens: int = 0
+    num_repeated_tokens: int = 0
     num_preemptions: int = 0
     peak_running: int = 0
     busy_seconds: float = 0.0
@@ -145,6 +148,7 @@ class StatsCollector:
                 num_graph_steps=int(step.is_graph_replay and not step.num_prefill_tokens),
                 num_output_tokens=step.num_sampled_tokens,
                 num_computed_tokens=step.num_prefill_tokens + step.num_decode_tokens,
+                num_repeated_tokens=step.num_repeated_tokens,
                 num_preemptions=step.num_preempted,
                 peak_running=step.num_running,
                 busy_seconds=now - self._busy_since,

@@ -104,6 +104,16 @@ def check_architecture(path: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: {reason}")
 
 
+def reason_of(error: Exception) -> str:
+    """Return why transformers does not load a folder, in our words where it wants to run code."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings Python code of its own, which is run only when engine.trust_remote_code is "
+            "true; read the code before you set it"
+        )
+    return str(error)
+
+
 def _format_of(file: Path) -> str | None:
     if file.name == _SAVED_MODEL:
         return "a TensorFlow SavedModel"

@@ -148,6 +148,11 @@ def _check_folder(path: Path) -> None:
             f"engine.model_path: {path} has no *{WEIGHT_SUFFIX} (it has {', '.join(found)}); is it "
             "a whole model folder?"
         )
+    index = path / f"model{WEIGHT_SUFFIX}.index.json"
+    names = set(_read_json(index, is_optional=True).get("weight_map", {}).values())
+    # Whatever else it names, transformers would unpickle, or look for outside of the folder.
+    if wrong := sorted(n for n in names if Path(n).name != n or Path(n).suffix != WEIGHT_SUFFIX):
+        raise ConfigError(f"{index} names {wrong[0]}, wanted *{WEIGHT_SUFFIX} beside it alone")
 
 
 def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -56,17 +55,13 @@ class OfflineInference:
         self._clock = BucketClock()
         self._drive_lock = threading.Lock()
         self._sessions: list[Session] = []
+        self._is_closing = False
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -82,7 +77,7 @@ class OfflineInference:
         self.source = ModelSource.inspect(self.config)
         self.tokenizer = Tokenizer.load(self.config, self.source)
         self._factory = RequestFactory(self.source, self.tokenizer)
-        execution = ExecutionEngine(self.config)
+        execution = ExecutionEngine(self.config, self._is_ending)
         num_blocks = execution.start()
         cache = CacheManager(
             self.config.cache,
@@ -96,6 +91,7 @@ class OfflineInference:
             execution, scheduler, self._factory, processor, self._clock, self._stats
         )
         self._failure = None
+        self._is_closing = False
         self._clock.enter(Bucket.IDLE)
         logger.info(
             "engine ready device=%s dtype=%s num_blocks=%d load_seconds=%.1f warmup_seconds=%.1f",
@@ -111,6 +107,7 @@ class OfflineInference:
 
         A run that another thread is in the middle of ends with a ConfigError, after its step.
         """
+        self._is_closing = True
         with self._drive_lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -172,18 +169,21 @@ class OfflineInference:
         that too. After timeout_seconds, whatever is not finished ends with finish_reason timeout.
 
         on_partials gets what there is of the samples that are not finished, every partial_seconds
-        and once more when `stop` was set: in the thread that iterates, between two completions,
+        and once more when `stop` was set or a worker failed: in the thread that iterates, between two completions,
         so that none is among them whose completion is there. What it raises ends the run.
 
         Raises:
-            WorkerError: a worker died, hangs, or failed a step; the engine cannot go on.
+            WorkerError: a worker died, hangs, or failed a step; the engine cannot go on. What came
+                back before is yielded first.
         """
-        self._open_loop()
+        on_arrival = self._open_loop().wake
+        intake = Intake(iter(requests), self._encode, self.config.scheduler, on_arrival)
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        session = self._open_session(iter(requests), deadline)
+        session = Session(intake, self._encode, stop or threading.Event(), deadline)
+        with self._drive_lock:
+            self._sessions.append(session)
         try:
-            reports = PartialReports(on_partials, partial_seconds)
-            yield from self._serve(session, stop or threading.Event(), reports)
+            yield from self._serve(session, PartialReports(on_partials, partial_seconds))
         finally:
             self._close_session(session)
             self._clock.enter(Bucket.IDLE)
@@ -198,21 +198,16 @@ class OfflineInference:
 
     # Sessions.
 
-    def _open_session(self, source: Iterator[GenerateRequest], deadline: float | None) -> Session:
-        intake = Intake(
-            source,
-            self._encode,
-            depth=self.config.scheduler.max_waiting_requests,
-            on_arrival=self._open_loop().wake,
-        )
-        session = Session(intake, self._encode, deadline)
-        with self._drive_lock:
-            self._sessions.append(session)
-        return session
+    def _serve(self, session: Session, reports: PartialReports) -> Iterator[Completion]:
+        loop = self._open_loop()
+        try:
+            yield from self._answer(session, reports)
+        except WorkerError:
+            yield from iter(session.pop, None)
+            self._tell(reports, loop.partials_of(session))
+            raise
 
-    def _serve(
-        self, session: Session, stop: threading.Event, reports: PartialReports
-    ) -> Iterator[Completion]:
+    def _answer(self, session: Session, reports: PartialReports) -> Iterator[Completion]:
         """Yield a session's completions, driving the loop when nobody else does."""
         while True:
             if reports.is_due:
@@ -226,7 +221,7 @@ class OfflineInference:
                 self._clock.enter(bucket)
             elif session.is_finished():
                 return
-            elif stop.is_set() and not session.is_abandoned:
+            elif session.stop.is_set() and not session.is_abandoned:
                 self._stop(session, reports)
             else:
                 self._drive(session)
@@ -276,8 +271,13 @@ class OfflineInference:
         with self._drive_lock:
             self._sessions.remove(session)
         if self._loop is not None:
-            with self._driving() as loop:
+            # Who asks next is told if a worker fails now; the caller may have a reason of its own.
+            with suppress(WorkerError), self._driving() as loop:
                 loop.drop(session)
+
+    def _is_ending(self) -> bool:
+        """Tell whether nobody wants more than the steps in flight."""
+        return self._is_closing or all(session.stop.is_set() for session in self._sessions)
 
     def _encode(self, request: GenerateRequest) -> EncodedRequest:
         """Tokenise a request; called from intakes and the outbox, in their threads."""

@@ -9,6 +9,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from engine.listeners import Listeners
 from engine.output_processor import OutputProcessor
@@ -16,8 +18,6 @@ from engine.request import InferRequest
 from engine.session import Session, Turn
 
 logger = logging.getLogger(__name__)
-# A request that has ended, a token that somebody listens to, a flush, or the end.
-_Item = InferRequest | tuple[int, int] | threading.Event | None
 
 
 class Outbox:
@@ -33,8 +33,9 @@ class Outbox:
         self._listeners = listeners
         self._on_delivery = on_delivery
         self._owners: dict[int, tuple[Session, Turn]] = {}
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        # Its engine outlives its caller; what it does runs in the contexts of those who wait for it.
         self._thread = threading.Thread(target=self._work, name="tokenmill-outbox", daemon=True)
         self._thread.start()
 
@@ -47,11 +48,11 @@ class Outbox:
     def stream(self, request: InferRequest, token_id: int) -> None:
         """Hand over a token, if somebody listens to its request."""
         if request.uid in self._listeners:
-            self._queue.put((request.uid, token_id))
+            self._put(request, self._listeners.tell, request.uid, token_id)
 
     def put(self, request: InferRequest) -> None:
         """Hand over a request that has ended."""
-        self._queue.put(request)
+        self._put(request, self._complete, request)
 
     def check(self) -> None:
         """Raise what went wrong with an earlier request; it is a bug, and no row's fault."""
@@ -73,7 +74,7 @@ class Outbox:
     def flush(self, timeout_seconds: float) -> None:
         """Wait until what was handed over is in its session, but not for ever for a listener."""
         is_done = threading.Event()
-        self._queue.put(is_done)
+        self._queue.put(is_done.set)
         is_done.wait(timeout_seconds)
 
     def close(self) -> None:
@@ -81,15 +82,14 @@ class Outbox:
         self._queue.put(None)
         self._thread.join()
 
+    def _put(self, request: InferRequest, work: Callable[..., None], *arguments: Any) -> None:
+        session, _ = self._owners[request.uid]
+        self._queue.put(partial(session.context.run, work, *arguments))
+
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (work := self._queue.get()) is not None:
             try:
-                if isinstance(item, tuple):
-                    self._listeners.tell(*item)
-                elif isinstance(item, threading.Event):
-                    item.set()
-                else:
-                    self._complete(item)
+                work()
             except Exception as error:  # noqa: BLE001 - raised again in the driver's next check
                 self._error = error
             self._on_delivery()

@@ -193,6 +193,7 @@ class InferRequest:
     them before it knows them; num_tokens counts them too. epoch is raised at preemption, so that a stale output is dropped.
     block_hashes grow with the tokens and survive a preemption, since tokens are never taken back.
     The first num_released_blocks of block_ids were given back: they have left the window.
+    max_computed_tokens is the most that num_computed_tokens has ever been.
     logprobs are those of the output; prompt_logprobs begin with the prompt's second token.
     """
 
@@ -217,6 +218,7 @@ class InferRequest:
     num_released_blocks: int = 0
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    max_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     num_inflight_steps: int = 0

@@ -24,6 +24,8 @@ _MAX_LOGPROBS = 1000
 _TokenId = Annotated[int, Field(ge=0, lt=_INT32_END)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+_Text = Annotated[str, Field(min_length=1)]
+_Word = Annotated[str, Field(pattern=r"\S")]
 _NumLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
 
 
@@ -76,7 +78,7 @@ class SamplingParams(BaseModel):
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="Seed of the draws; the job's seed when left out."
     )
-    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
         default=(),
         description="Strings that end the text; the text is cut before them. One that is the name "
         "of a control token, such as <|im_end|>, means that token.",
@@ -100,9 +102,11 @@ class SamplingParams(BaseModel):
         "logits are divided by it, negative ones multiplied.",
     )  # fmt: skip
     logit_bias: dict[_TokenId, _Bias] = Field(
-        default_factory=dict, description="Added to the logits of these token ids."
+        default_factory=dict,
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]+$"}},
+        description="Added to the logits of these token ids.",
     )
-    bad_words: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+    bad_words: Annotated[tuple[_Word, ...], BeforeValidator(_one_or_many)] = Field(
         default=(), description="Words that are never generated, with or without a space before."
     )
     logprobs: _NumLogprobs | None = Field(
@@ -133,10 +137,6 @@ class SamplingParams(BaseModel):
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it"
             )
-        if any(not text for text in self.stop):
-            raise ValueError("stop holds an empty string; remove it")
-        if any(not word.strip() for word in self.bad_words):
-            raise ValueError("bad_words holds a word without a letter; remove it")
         return self
 
     @property

@@ -5,6 +5,7 @@ turns tokens into text. What waits for other requests (dependencies, later turns
 conversation) is kept here until its prompt can be written.
 """
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,11 +49,19 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session:
-    """Keeps count of a run's requests; it is finished when every one has its completion."""
+    """Keeps count of a run's requests; it is finished when every one has its completion.
 
-    def __init__(self, intake: Intake, encode: Encode, deadline: float | None = None) -> None:
+    context is the caller's, to which log lines of the outbox belong. When stop is set, nobody
+    wants more than the steps in flight.
+    """
+
+    def __init__(
+        self, intake: Intake, encode: Encode, stop: threading.Event, deadline: float | None = None
+    ) -> None:
         self.intake = intake
+        self.stop = stop
         self.deadline = deadline
+        self.context = contextvars.copy_context()
         self._encode = encode
         self._lock = threading.Lock()
         self._ready: deque[Turn] = deque()

@@ -21,6 +21,7 @@ from engine.backends.npu_environment import without_torch_npu
 from engine.chat_template import ChatTemplate, Message, without_surrogates
 from engine.config import ChatConfig, EngineConfig
 from engine.errors import ConfigError, RequestError, RequestErrorCode
+from engine.model_checks import reason_of
 from engine.model_source import ModelSource
 from engine.request import GenerateRequest
 from engine.token_checks import (
@@ -205,7 +206,7 @@ class PretrainedTokenizer(Tokenizer):
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"{folder}: no usable tokenizer ({error}); set engine.tokenizer_path"
+                f"{folder}: no usable tokenizer ({reason_of(error)}); set engine.tokenizer_path"
             ) from error
         self.bos_token_id = self._tokenizer.bos_token_id
         self._lock = threading.Lock()

@@ -1,7 +1,6 @@
 """The flow `batch-inference`: plan, shards as tasks, outputs. Thin: the work is in job_run."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
@@ -10,7 +9,8 @@ from prefect.states import Completed, Failed
 
 from engine import ExitCode, TokenmillError
 from flows.config import JobConfig
-from flows.job_file import load_job_config
+from flows.device_limit import PrefectDeviceLimit
+from flows.job_form import JobParameter, read_job
 from flows.job_run import JobOutcome, JobRun
 from flows.run_artifacts import publish_run
 from flows.tasks import run_all_shards
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 def _flow_run_name() -> str:
-    """Name a flow run as its job; a job that cannot be read has the name of its file."""
+    """Name a flow run as its job; one that cannot be read as its file."""
     parameter: Any = runtime.flow_run.parameters["config"]
     try:
-        config = _read_job(JobConfig(**parameter) if isinstance(parameter, dict) else parameter)
-    except (TokenmillError, ValueError):
-        return str(parameter)[:120]
+        config = _read_job(parameter)
+    except TokenmillError:
+        return str(parameter.get("name") if isinstance(parameter, dict) else parameter)[:120]
     assert config.job_id is not None
     return config.job_id
 
 
 @flow(name="batch-inference", flow_run_name=_flow_run_name, persist_result=False)
-def batch_inference(config: JobConfig | str) -> State[Any]:
+def batch_inference(config: JobParameter) -> State[Any]:
     """Answer every row of the sources exactly once; the same job_id resumes.
 
     Args:
@@ -40,20 +40,23 @@ def batch_inference(config: JobConfig | str) -> State[Any]:
     try:
         job_config = _read_job(config)
         _let_lines_through(job_config.engine.log_level)
-        with JobRun.open(job_config, flow_run_id=str(runtime.flow_run.id)) as run:
+        flow_run_id = str(runtime.flow_run.id)
+        limit = PrefectDeviceLimit()
+        with JobRun.open(job_config, flow_run_id=flow_run_id, device_limit=limit) as run:
             summaries, failures = run_all_shards(run)
             outcome = run.finish(summaries, failures)
-            publish_run(run, outcome, summaries)
+            shards = run.ledger.list_shards(run.job.job_key)
+        # A server that is away is asked for minutes: by now the devices are free.
+        publish_run(run.config, outcome, shards, summaries)
     except TokenmillError as error:
         return Failed(message=f"{type(error).__name__}: {error}", data=error)
     logger.info("job=%s state=%s: %s", outcome.job_id, outcome.state.value, outcome.message)
     return _state_of(outcome)
 
 
-def _read_job(config: JobConfig | str) -> JobConfig:
+def _read_job(parameter: JobParameter) -> JobConfig:
     """Return the job with its id: its own, else one that is the flow run's at every Retry."""
-    if isinstance(config, str):
-        config = load_job_config(Path(config))
+    config = read_job(parameter)
     if config.job_id is not None:
         return config
     flow_run_id = str(runtime.flow_run.id)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from engine import ExitCode, TokenmillError
+from engine import ConfigError, ExitCode, TokenmillError
 from flows.cli_options import (
     JobArgument,
     JsonOption,
@@ -17,7 +17,8 @@ from flows.cli_options import (
     print_json,
 )
 from flows.console import data, print_table, rounded, set_up_logging, talk
-from flows.device_commands import show_devices
+from flows.damaged_answers import retry_damaged
+from flows.device_commands import set_up_devices, show_devices
 from flows.doctor_command import show_health
 from flows.experiments import list_experiments
 from flows.exporter import export_job
@@ -43,6 +44,7 @@ experiments_app = typer.Typer(no_args_is_help=True, help="The experiment log.")
 app.add_typer(experiments_app, name="experiments")
 app.add_typer(ledger_app, name="ledger")
 app.command("devices")(show_devices)
+app.command("setup-devices")(set_up_devices)
 app.command("doctor")(show_health)
 
 
@@ -51,8 +53,8 @@ def main() -> None:
     try:
         app()
     except TokenmillError as error:
-        talk.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
-        talk.print(str(error), markup=False, highlight=False)
+        talk.print(type(error).__name__, style="bold red")
+        talk.print(str(error))
         sys.exit(error.exit_code)
 
 
@@ -90,15 +92,26 @@ def retry_failed_rows(
         list[str] | None,
         typer.Option("--code", metavar="CODE", help="Only rows with this error code; repeatable."),
     ] = None,
+    is_damaged: Annotated[
+        bool,
+        typer.Option("--damaged", help="Instead, answers that the ledger cannot read any more."),
+    ] = False,
     overrides: SetOption = None,
     ledger_url: LedgerOption = None,
 ) -> None:
     """Ask rows again that failed, and go on with the job."""
+    if is_damaged and codes:
+        raise ConfigError("--damaged and --code: damaged answers have no code; give one of the two")
     with open_ledger(ledger_url) as ledger:
         config = config_of(ledger.get_job(job_id), ledger_url, overrides)
-        summary = retry_failed(ledger, job_id, tuple(codes or ()))
-    talk.print(str(summary), markup=False, highlight=False)
-    if summary.num_samples:
+        if is_damaged:
+            num_again = len(retry_damaged(ledger, job_id))
+            said = f"{num_again} damaged answer(s) are asked again"
+        else:
+            summary = retry_failed(ledger, job_id, tuple(codes or ()))
+            num_again, said = summary.num_samples, str(summary)
+    talk.print(said)
+    if num_again:
         raise typer.Exit(run_in_foreground(config))
 
 
@@ -133,10 +146,10 @@ def export(
         config = config_of(job, ledger_url)
         with RecordReader(config.sources, config.prompt) as reader:
             summary = export_job(config, job, ledger, reader, output or output_path_of(config))
-    talk.print(summary.describe(), highlight=False)
+    talk.print(summary.describe())
     if summary.errors_path is not None:
-        talk.print(f"failed rows: {summary.errors_path}", markup=False, highlight=False)
-    data.print(str(summary.output_path), markup=False, highlight=False)
+        talk.print(f"failed rows: {summary.errors_path}")
+    data.print(str(summary.output_path))
 
 
 @app.command()

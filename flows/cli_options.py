@@ -5,14 +5,27 @@ from typing import Annotated
 
 import typer
 
-from flows.config import JobConfig, default_ledger_url
+from engine import ConfigError
+from flows.config import JobConfig
 from flows.job_file import validate_job_config
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
+from flows.ledger_url import PASSWORD_REFUSAL, default_ledger_url, holds_password
+
+
+def _without_password(ledger_url: str | None) -> str | None:
+    if ledger_url is not None and holds_password(ledger_url):
+        raise ConfigError(f"--ledger: {PASSWORD_REFUSAL}")
+    return ledger_url
+
 
 LedgerOption = Annotated[
     str | None,
-    typer.Option("--ledger", help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out."),
+    typer.Option(
+        "--ledger",
+        help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out.",
+        callback=_without_password,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 SetOption = Annotated[

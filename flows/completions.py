@@ -1,26 +1,22 @@
-"""Completions and their payloads: stored once, counted, and read back in order.
+"""Completions and their payloads: stored once, and counted.
 
 These are statements on a connection; flows.ledger decides which of them make one transaction.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from msgspec.structs import replace
 from sqlalchemy import (
     Connection,
     RowMapping,
-    Select,
     bindparam,
     case,
     delete,
     func,
     insert,
     select,
-    tuple_,
 )
 
 from engine import LedgerError
@@ -36,7 +32,6 @@ _COUNTER_OF_STATE = {
     RowState.ERROR: "num_error",
     RowState.SKIPPED: "num_skipped",
 }
-_KEY = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
 # Built once: every commit asks it, and to name a thousand rows in a new statement takes long.
 _OF_ROWS = select(CompletionTable).where(
     CompletionTable.job_key == bindparam("job_key"),
@@ -119,36 +114,37 @@ def count(samples: Iterable[CompletionRow]) -> dict[str, int]:
     return counts
 
 
-def read_after(
-    connection: Connection, job_key: int, after: tuple[int, int], limit: int
-) -> Iterator[CompletionRow]:
-    """Yield completions with text behind the key `after`, in the order of the input.
-
-    Raises:
-        LedgerError: an answer is damaged; names the row.
-    """
-    query = _select_with_payload(job_key).where(tuple_(*after) < _KEY).limit(limit)
-    try:
-        for row in connection.execute(query).mappings():
-            after = (row["row_index"], row["sample_index"])
-            yield _read_with_payload(row)
-    except LedgerError as error:
-        raise _damaged(connection, job_key, after, error) from error
-
-
-def read_row(connection: Connection, job_key: int, row_index: int) -> list[CompletionRow]:
-    """Return the completions of one row with text, in the order of samples."""
-    query = _select_with_payload(job_key).where(CompletionTable.row_index == row_index)
-    return [_read_with_payload(row) for row in connection.execute(query).mappings()]
+def to_completion_row(row: RowMapping) -> CompletionRow:
+    """Read a row of CompletionTable."""
+    return CompletionRow(
+        row_index=row["row_index"],
+        sample_index=row["sample_index"],
+        row_id=row["row_id"],
+        state=RowState(row["state"]),
+        error_code=row["error_code"],
+        error_message=row["error_message"],
+        finish_reason=row["finish_reason"],
+        num_prompt_tokens=row["num_prompt_tokens"],
+        num_cached_tokens=row["num_cached_tokens"],
+        num_output_tokens=row["num_output_tokens"],
+        num_samples=row["num_samples"],
+        is_truncated=row["is_truncated"],
+        request_hash=row["request_hash"],
+    )
 
 
 def read_done(
-    connection: Connection, job_key: int, first: int, last: int
+    connection: Connection, job_key: int, rows: range | Collection[int]
 ) -> dict[int, DoneSamples]:
-    """Return which samples of the rows first to last, included, have a result."""
+    """Return which samples of a range of rows, or of some rows, have a result."""
     table = CompletionTable
+    is_one = (
+        table.row_index.between(rows.start, rows.stop - 1)
+        if isinstance(rows, range)
+        else table.row_index.in_(rows)
+    )
     query = select(table.row_index, table.sample_index, table.num_samples).where(
-        table.job_key == job_key, table.row_index.between(first, last)
+        table.job_key == job_key, is_one
     )
     done: dict[int, DoneSamples] = {}
     for row_index, sample_index, num_samples in connection.execute(query):
@@ -193,51 +189,6 @@ def count_by_shard(
     return {row["shard"]: {name: int(row[name]) for name in COUNTERS} for row in counted}
 
 
-def _select_with_payload(job_key: int) -> Select[*tuple[Any, ...]]:
-    return (
-        select(
-            CompletionTable,
-            PayloadTable.text,
-            PayloadTable.token_ids,
-            PayloadTable.turns,
-            PayloadTable.logprobs,
-        )
-        .outerjoin(
-            PayloadTable,
-            (PayloadTable.job_key == CompletionTable.job_key)
-            & (PayloadTable.row_index == CompletionTable.row_index)
-            & (PayloadTable.sample_index == CompletionTable.sample_index),
-        )
-        .where(CompletionTable.job_key == job_key)
-        .order_by(CompletionTable.row_index, CompletionTable.sample_index)
-    )
-
-
-def _read_with_payload(row: RowMapping) -> CompletionRow:
-    return replace(
-        _read(row),
-        text=row["text"],
-        token_ids=row["token_ids"] or (),
-        turns=tuple(row["turns"] or ()),
-        logprobs=row["logprobs"],
-    )
-
-
-def _damaged(
-    connection: Connection, job_key: int, after: tuple[int, int], error: LedgerError
-) -> LedgerError:
-    """Return what to say about the row behind the key `after`, which cannot be read."""
-    table = CompletionTable
-    query = select(table.row_id, table.row_index, table.sample_index).where(
-        table.job_key == job_key, tuple_(*after) < _KEY
-    )
-    row = connection.execute(query.order_by(table.row_index, table.sample_index).limit(1)).one()
-    return LedgerError(
-        f"row {row.row_id!r} (row {row.row_index}, sample {row.sample_index}): its answer in the "
-        f"ledger is damaged, {error}; put a copy of the ledger back that is whole"
-    )
-
-
 def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
     return {name: new[name] - old[name] for name in COUNTERS}
 
@@ -249,7 +200,7 @@ def _find_existing(
     if len({row.key for row in rows}) != len(rows):
         raise LedgerError("one commit has the same (row, sample) twice; this is a bug, report it")
     values = {"job_key": job_key, "row_indices": list({row.row_index for row in rows})}
-    return [_read(row) for row in connection.execute(_OF_ROWS, values).mappings()]
+    return [to_completion_row(row) for row in connection.execute(_OF_ROWS, values).mappings()]
 
 
 def _is_stored(connection: Connection, origin: Origin, rows: Sequence[CompletionRow]) -> bool:
@@ -271,24 +222,6 @@ def _insert(connection: Connection, origin: Origin, rows: Sequence[CompletionRow
     payloads = [_payload_values(origin.job_key, row) for row in rows if _has_payload(row)]
     if payloads:
         connection.execute(insert(PayloadTable), payloads)
-
-
-def _read(row: RowMapping) -> CompletionRow:
-    return CompletionRow(
-        row_index=row["row_index"],
-        sample_index=row["sample_index"],
-        row_id=row["row_id"],
-        state=RowState(row["state"]),
-        error_code=row["error_code"],
-        error_message=row["error_message"],
-        finish_reason=row["finish_reason"],
-        num_prompt_tokens=row["num_prompt_tokens"],
-        num_cached_tokens=row["num_cached_tokens"],
-        num_output_tokens=row["num_output_tokens"],
-        num_samples=row["num_samples"],
-        is_truncated=row["is_truncated"],
-        request_hash=row["request_hash"],
-    )
 
 
 def _completion_values(origin: Origin, row: CompletionRow) -> dict[str, object]:

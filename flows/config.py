@@ -3,23 +3,27 @@
 The same model is the Prefect parameter form and the validator, so every field says what it is.
 """
 
-import os
 import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine import EngineConfig, SamplingParams, Section
+from flows.ledger_url import (
+    PASSWORD_PATTERN,
+    PASSWORD_REFUSAL,
+    default_ledger_url,
+    holds_password,
+)
 from flows.ray_config import RayConfig
 from flows.source_config import ColumnMapping as ColumnMapping
 from flows.source_config import PromptConfig as PromptConfig
 from flows.source_config import SourceConfig as SourceConfig
 from flows.source_config import SourceFormat as SourceFormat
 
-LEDGER_URL_VARIABLE = "TOKENMILL_LEDGER_URL"
-DEFAULT_LEDGER_URL = "sqlite:///runs/ledger.sqlite"
 # 30 years; an operating system cannot wait for an infinite time.
 MAX_TIMEOUT_SECONDS = 1_000_000_000
 DEFAULT_WARM_SECONDS = 60.0
@@ -106,16 +110,21 @@ class OutputConfig(Section):
         return self
 
 
+def _refuse_password(url: str) -> str:
+    if holds_password(url):
+        raise PydanticCustomError("secret", PASSWORD_REFUSAL)
+    return url
+
+
+_SHARE = r"^(100|[0-9]{1,2}(\.[0-9]+)?)%$"
+
+
 def _check_failed_rows(value: int | str | None) -> int | str | None:
-    if isinstance(value, int) and value < 0:
-        raise ValueError("wanted a number of rows, 0 or more")
-    if isinstance(value, str):
-        try:
-            percent = float(value.removesuffix("%"))
-        except ValueError:
-            percent = -1.0
-        if not value.endswith("%") or not 0 <= percent <= 100:
-            raise ValueError(f"found {value!r}, wanted a number of rows or a share such as 5%")
+    is_right = value >= 0 if isinstance(value, int) else value is None or re.match(_SHARE, value)
+    if not is_right:
+        raise ValueError(
+            f"found {value!r}, wanted a number of rows, 0 or more, or a share such as 5%"
+        )
     return value
 
 
@@ -168,6 +177,7 @@ class JobConfig(Section):
         int | str | None, Field(union_mode="left_to_right"), AfterValidator(_check_failed_rows)
     ] = Field(
         default=None,
+        json_schema_extra={"minimum": 0, "pattern": _SHARE},
         description="More error rows than this, a number or a share such as 5%, end the job as "
         "failed; it can be resumed. Left out, every row is tried.",
     )
@@ -193,10 +203,11 @@ class JobConfig(Section):
         "at a time; /tmp/tokenmill-devices when left out. The cpu and the mock device, which may "
         "be shared, are locked only when it is given.",
     )
-    ledger_url: str | None = Field(
+    ledger_url: Annotated[str, AfterValidator(_refuse_password)] | None = Field(
         default=None,
+        json_schema_extra={"not": {"type": "string", "pattern": PASSWORD_PATTERN}},
         description="SQLAlchemy URL of the ledger; the variable TOKENMILL_LEDGER_URL, else "
-        "sqlite:///runs/ledger.sqlite, when left out. A password belongs in the variable.",
+        "sqlite:///runs/ledger.sqlite, when left out. One with a password belongs in the variable.",
     )
     job_dir: Path | None = Field(
         default=None,
@@ -221,13 +232,14 @@ class JobConfig(Section):
         description="How often the tokens of unfinished answers are stored: what a kill can cost.",
     )  # fmt: skip
 
-    @model_validator(mode="after")
-    def _source_names_are_distinct(self) -> "JobConfig":
-        names = [source.resolved_name for source in self.sources]
+    @field_validator("sources")
+    @classmethod
+    def _have_distinct_names(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        names = [source.resolved_name for source in sources]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two sources are named {name!r}; give one of them a `name`")
-        return self
+        return sources
 
     def max_failed_of(self, num_rows: int) -> int | None:
         """Return how many rows of so many may fail; None when all may."""
@@ -239,8 +251,3 @@ class JobConfig(Section):
     def resolved_ledger_url(self) -> str:
         """Return the ledger's URL: the config's, else the environment's, else the default."""
         return self.ledger_url or default_ledger_url()
-
-
-def default_ledger_url() -> str:
-    """Return the ledger that commands use when nothing names one."""
-    return os.environ.get(LEDGER_URL_VARIABLE) or DEFAULT_LEDGER_URL

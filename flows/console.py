@@ -5,31 +5,61 @@ talk to stderr.
 """
 
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
 
 logger = logging.getLogger(__name__)
-# Soft wrap: a command that a person is to copy must not be cut in two.
-talk = Console(stderr=True, soft_wrap=True)
+# What a terminal obeys, and what turns the order of letters round.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # A pipe has no width, and an id that is cut is of no use to a script.
 _PIPE_WIDTH = 240
-data = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 5.0
 _JOIN_SECONDS = 2.0
+
+
+def visible(text: str) -> str:
+    """Return the text with its control characters, but for line ends and tabs, written as escapes.
+
+    Rows, models and paths bring them into messages; a terminal would obey them.
+    """
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+class _Terminal(Console):
+    """A console to which text is text: no markup, no names of emoji, no control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Turn a piece of text into what is shown; tables too come through here."""
+        return super().render_str(visible(text), **options)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+# Soft wrap: a command that a person is to copy must not be cut in two.
+talk = _Terminal(stderr=True, soft_wrap=True)
+data = _Terminal(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def set_up_logging(level: str) -> None:
@@ -37,10 +67,10 @@ def set_up_logging(level: str) -> None:
     handler: logging.Handler
     if talk.is_terminal:
         handler = RichHandler(console=talk, show_path=False, omit_repeated_times=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("engine", "flows"):
         package = logging.getLogger(name)
         package.setLevel(level)
@@ -197,8 +227,7 @@ def print_table(title: str, headers: Iterable[str], rows: Iterable[Iterable[obje
     for number, header in enumerate(headers):
         table.add_column(header, no_wrap=number == 0)
     for row in rows:
-        # An id or a message may hold what rich takes for markup.
-        table.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
     data.print(table)
 
 
@@ -208,7 +237,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, "" if value is None else escape(str(value)))
+        table.add_row(name, "" if value is None else str(value))
     data.print(table)
 
 

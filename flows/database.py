@@ -5,7 +5,6 @@ its threads wait in Python and not in the database.
 """
 
 import json
-import logging
 import math
 import random
 import sqlite3
@@ -29,25 +28,23 @@ from sqlalchemy import (
     func,
     inspect,
     literal,
-    make_url,
     select,
     text,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 
 from engine import LedgerError
+from flows.ledger_url import parse_ledger_url, shown_url
 from flows.migrations import HEAD, REVISIONS, VERSION_TABLE
-from flows.sqlite_file import prepare_sqlite_file
+from flows.outages import LedgerUnreachableError as LedgerUnreachableError
+from flows.outages import Patience
+from flows.sqlite_file import SqliteFile, connect_to_file, prepare_sqlite_file, sqlite_path
 
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _WRITE_LOCK = threading.Lock()
 _BUSY_TIMEOUT_SECONDS = 30
 _RETRY_PAUSES_SECONDS = (0.05, 0.2, 0.8, 3.0)
-# How long a running job waits for a server that went away, and how often it asks.
-_OUTAGE_SECONDS = 3600.0
-_OUTAGE_PAUSE_SECONDS = 2.0
 # Any number will do, as long as every tokenmill takes the same one.
 _MIGRATION_LOCK = 0x746F6B656E
 _SQLITE_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
@@ -64,15 +61,19 @@ _POSTGRES_TRANSIENT = (
 )
 
 
-class LedgerUnreachableError(LedgerError):
-    """The database server went away, or is starting or stopping."""
-
-
 class Database:
     """Connections to one database whose schema is the newest that this tokenmill knows."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stop: threading.Event | None = None,
+        file: SqliteFile | None = None,
+    ) -> None:
         self._engine = engine
+        self._file = file
+        self._patience = Patience(stop)
         self._writer = engine.execution_options(tokenmill_write=True)
         self._is_sqlite = engine.dialect.name == "sqlite"
         # SQLite's transactions see one state of the database anyway.
@@ -80,17 +81,22 @@ class Database:
         self._reader = engine.execution_options(**one_state)
 
     @classmethod
-    def open(cls, url: str, *, must_exist: bool = False) -> "Database":
+    def open(
+        cls, url: str, *, must_exist: bool = False, stop: threading.Event | None = None
+    ) -> "Database":
         """Connect, and create or upgrade the tables; with must_exist, never create a file.
+
+        Once `stop` is set, nobody waits for long for a server that went away.
 
         Raises:
             LedgerError: not a usable URL, cannot be reached, on a network file system, or written
                 by a newer tokenmill.
         """
-        parsed = _parse(url)
+        parsed = parse_ledger_url(url)
+        file: SqliteFile | None = None
         if parsed.get_backend_name() == "sqlite":
-            prepare_sqlite_file(parsed, must_exist=must_exist)
-        database = cls(_create_engine(parsed))
+            file = prepare_sqlite_file(parsed, must_exist=must_exist)
+        database = cls(_create_engine(parsed), stop=stop, file=file)
         try:
             database._migrate()
         except BaseException:
@@ -152,21 +158,19 @@ class Database:
         Raises:
             LedgerUnreachableError: `error`, when it stays away for too long.
         """
-        logger.warning("waiting for the ledger, nothing is lost: %s", error)
-        deadline = time.monotonic() + _OUTAGE_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(_OUTAGE_PAUSE_SECONDS)
-            try:
-                with self.read() as connection:
-                    connection.execute(text("SELECT 1"))
-            except LedgerUnreachableError:
-                continue
-            logger.warning("the ledger is back")
-            return
-        raise error
+        self._patience.wait(error, self._is_reachable)
+
+    def _is_reachable(self) -> bool:
+        try:
+            with self.read() as connection:
+                connection.execute(text("SELECT 1"))
+        except LedgerUnreachableError:
+            return False
+        return True
 
     def _through_outages(self, attempt: Callable[[], Result]) -> Result:
         while True:
+            self._patience.refuse_if_given_up()
             try:
                 return attempt()
             except LedgerUnreachableError as error:
@@ -201,6 +205,8 @@ class Database:
 
     def _write_once(self, work: Callable[[Connection], Result]) -> Result:
         with self._writer.begin() as connection:
+            if self._file is not None:
+                self._file.refuse_if_moved()
             return work(connection)
 
     def _migrate(self) -> None:
@@ -230,7 +236,7 @@ class Database:
 
     @property
     def _name(self) -> str:
-        return self._engine.url.render_as_string(hide_password=True)
+        return shown_url(self._engine.url)
 
     def _translated(self, error: DBAPIError) -> LedgerError:
         reason = " ".join(str(error.orig).split())
@@ -254,7 +260,7 @@ def looking_at(url: str) -> Iterator[Connection]:
     Raises:
         LedgerError: not a usable URL, or cannot be reached.
     """
-    parsed = _parse(url)
+    parsed = parse_ledger_url(url)
     if parsed.get_backend_name() != "sqlite":
         parsed = parsed.update_query_dict({"connect_timeout": "5"})
     database = Database(_create_engine(parsed))
@@ -265,47 +271,20 @@ def looking_at(url: str) -> Iterator[Connection]:
         database.close()
 
 
-def without_password(url: str) -> str:
-    """Return the URL as a message or a terminal may show it.
-
-    Raises:
-        LedgerError: it is no URL of a database that a ledger can be in.
-    """
-    _parse(url)
-    return make_url(url).render_as_string(hide_password=True)
-
-
-def _parse(url: str) -> URL:
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise LedgerError(
-            f"ledger_url {url!r} is not a database URL; write sqlite:///FILE or "
-            "postgresql://USER@HOST/DATABASE"
-        ) from error
-    if parsed.drivername in ("postgresql", "postgres"):
-        return parsed.set(drivername="postgresql+psycopg")
-    if parsed.drivername in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
-        return parsed
-    raise LedgerError(
-        f"ledger_url: {parsed.drivername} is not supported; use sqlite:///FILE or "
-        "postgresql://USER@HOST/DATABASE"
-    )
-
-
 def _create_engine(url: URL) -> Engine:
     json_serializer: Any = _to_json
     if url.get_backend_name() == "sqlite":
+        path = sqlite_path(url)
         engine = create_engine(
             url,
             json_serializer=json_serializer,
             max_overflow=-1,
-            connect_args={"timeout": _BUSY_TIMEOUT_SECONDS},
+            creator=lambda: connect_to_file(path, timeout_seconds=_BUSY_TIMEOUT_SECONDS),
         )
         event.listen(engine, "connect", _set_up_sqlite_connection)
         event.listen(engine, "begin", _begin_sqlite_transaction)
         return engine
-    connect_args = {} if "connect_timeout" in url.query else {"connect_timeout": 15}
+    connect_args = {} if "connect_timeout" in url.query else {"connect_timeout": 10}
     return create_engine(
         url,
         json_serializer=json_serializer,
@@ -346,6 +325,15 @@ def _is_transient(error: DBAPIError) -> bool:
     if isinstance(original, sqlite3.OperationalError):
         return (original.sqlite_errorcode & 0xFF) in _SQLITE_TRANSIENT
     return isinstance(original, _POSTGRES_TRANSIENT)
+
+
+def is_undecodable(error: DBAPIError) -> bool:
+    """Tell whether SQLite's driver could not make a text of stored bytes; the query goes on.
+
+    An error of SQLite itself has a code.
+    """
+    is_sqlite = isinstance(error.orig, sqlite3.Error)
+    return is_sqlite and not hasattr(error.orig, "sqlite_errorcode")
 
 
 def _is_server_gone(error: DBAPIError) -> bool:

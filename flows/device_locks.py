@@ -9,7 +9,7 @@ import fcntl
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,13 +48,20 @@ class Hold:
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
+        self._endings: list[Callable[[], None]] = []
 
     def keep(self, descriptor: int) -> None:
         """Add a locked file."""
         self._descriptors.append(descriptor)
 
+    def at_end(self, ending: Callable[[], None]) -> None:
+        """Add what is to be called when the devices are released."""
+        self._endings.append(ending)
+
     def release(self) -> None:
         """Let others have the devices; the second time does nothing."""
+        while self._endings:
+            self._endings.pop()()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -92,7 +99,7 @@ class DeviceLocks:
         if not devices:
             return hold
         with _explained(self.folder):
-            self._make_folder()
+            self.make_folder()
             if self._first_before(devices, ticket) is not None:
                 return None
             try:
@@ -112,7 +119,7 @@ class DeviceLocks:
         name = f"{time.time_ns():020d}-{os.getpid()}-{next(_ticket_numbers)}"
         path = self.folder / f"{name}{_TICKET_SUFFIX}"
         with _explained(self.folder):
-            self._make_folder()
+            self.make_folder()
             hidden = self.folder / f".{name}"
             descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             os.fchmod(descriptor, 0o644)
@@ -149,6 +156,11 @@ class DeviceLocks:
         """Return who has devices; several devices of one engine are one claim."""
         found = (_claim_on(path) for path in sorted(self.folder.glob(f"*{_LOCK_SUFFIX}")))
         return list(dict.fromkeys(claim for claim in found if claim is not None))
+
+    def num_locked(self) -> int:
+        """Count the devices that somebody has."""
+        paths = self.folder.glob(f"*{_LOCK_SUFFIX}")
+        return sum(_claim_on(path) is not None for path in paths)
 
     def waiting(self) -> list[Claim]:
         """Return who waits for devices, who came first before the others."""
@@ -193,11 +205,16 @@ class DeviceLocks:
     def _path_of(self, device: str) -> Path:
         return self.folder / f"{device.replace(':', '-').replace('/', '-')}{_LOCK_SUFFIX}"
 
-    def _make_folder(self) -> None:
+    def make_folder(self) -> None:
+        """Make the folder of the locks, for all users, unless it is there.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
         if self.folder.is_dir():
             return
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
+        with _explained(self.folder), suppress(FileExistsError):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir()
             # Every user of the host may add files, and remove only their own.
             self.folder.chmod(0o1777)

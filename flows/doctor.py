@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from engine import Finding, TokenmillError, check_ascend, probe_devices
-from flows.config import JobConfig, default_ledger_url
+from flows.config import JobConfig
 from flows.doctor_services import check_prefect_api
 from flows.doctor_software import check_cores, check_packages, check_python
 from flows.doctor_storage import check_clock, check_folders, check_ledger
 from flows.job_file import load_job_config
+from flows.ledger_url import default_ledger_url
 
 Answer = Finding | list[Finding]
 

@@ -45,7 +45,7 @@ def show_health(
     counts = Counter(finding.status for finding in findings)
     num_errors, num_warnings = counts[FindingStatus.ERROR], counts[FindingStatus.WARNING]
     if not is_json:
-        talk.print(f"{num_errors} error(s), {num_warnings} warning(s)", highlight=False)
+        talk.print(f"{num_errors} error(s), {num_warnings} warning(s)")
     if num_errors:
         raise typer.Exit(ExitCode.USER_MUST_ACT)
 

@@ -6,12 +6,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from sqlalchemy import Connection, make_url, text
+from sqlalchemy import Connection, text
 
 from engine import Finding
 from flows.config import JobConfig
-from flows.database import looking_at, schema_revision, without_password
+from flows.database import looking_at, schema_revision
 from flows.device_locks import DEFAULT_LOCK_DIR
+from flows.ledger_url import parse_ledger_url, without_password
 from flows.migrations import HEAD, REVISIONS
 from flows.sqlite_file import refuse_network_file_system, sqlite_path
 
@@ -147,7 +148,7 @@ def _when(seconds: float) -> str:
 
 def _sqlite_path(url: str) -> Path | None:
     """Return the file of an SQLite ledger; None when it is on a server."""
-    parsed = make_url(url)
+    parsed = parse_ledger_url(url)
     return sqlite_path(parsed) if parsed.get_backend_name() == "sqlite" else None
 
 

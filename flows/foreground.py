@@ -5,16 +5,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from engine import ConfigError, ExitCode, TokenmillError
 from flows.config import JobConfig
 from flows.console import print_facts, rounded, set_up_logging, show_progress, talk
-from flows.database import without_password
+from flows.database import LedgerUnreachableError
 from flows.experiments import list_experiments
 from flows.ledger import Ledger
+from flows.ledger_url import without_password
 from flows.prefect_server import ensure_prefect_server
 from flows.preparation import (
     check_model_and_sources,
@@ -52,7 +53,7 @@ def run_in_foreground(config: JobConfig) -> ExitCode:
         with _signals_interrupt(resume_command(config)):
             return _run(config)
     except KeyboardInterrupt:
-        talk.print(_describe_interruption(config), markup=False, highlight=False)
+        talk.print(_describe_interruption(config))
         return ExitCode.INTERRUPTED
 
 
@@ -63,7 +64,7 @@ def _run(config: JobConfig) -> ExitCode:
     set_up_logging(config.engine.log_level)
     for name, value in _PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    talk.print(f"job {config.job_id}  ledger {without_password(url)}", highlight=False)
+    talk.print(f"job {config.job_id}  ledger {without_password(url)}")
     state = _run_flow(config)
     if state is None:
         _leave(_end_without_prefect(config))
@@ -73,10 +74,11 @@ def _run(config: JobConfig) -> ExitCode:
     if not hasattr(outcome, "exit_code"):
         if isinstance(outcome, BaseException):
             logger.error("nobody foresaw this", exc_info=outcome)
-        talk.print(f"the flow ended as {state.name}: {state.message}", markup=False)
+        talk.print(f"the flow ended as {state.name}: {state.message}")
         return ExitCode.INFRASTRUCTURE
-    _show_result(config)
-    talk.print(outcome.message, markup=False, highlight=False)
+    with suppress(LedgerUnreachableError):  # then the message says so
+        _show_result(config)
+    talk.print(outcome.message)
     return ExitCode(outcome.exit_code)
 
 
@@ -111,12 +113,12 @@ def _end_without_prefect(config: JobConfig) -> ExitCode:
     with Ledger.open(config.resolved_ledger_url) as ledger:
         job = ledger.find_job(config.job_id)
     if job is None:
-        talk.print("the job is not in the ledger yet; run it again", markup=False)
+        talk.print("the job is not in the ledger yet; run it again")
         return ExitCode.INFRASTRUCTURE
     _show_result(config)
     if job.state is JobState.FINISHED:
         return ExitCode.ROWS_FAILED if job.num_error else ExitCode.OK
-    talk.print(f"to go on: {resume_command(config)}", markup=False, highlight=False)
+    talk.print(f"to go on: {resume_command(config)}")
     return ExitCode.INFRASTRUCTURE if job.state is JobState.FAILED else ExitCode.INTERRUPTED
 
 
@@ -140,7 +142,7 @@ def _signals_interrupt(hint: str) -> Iterator[None]:
         nonlocal is_stopping
         if is_stopping and number == signal.SIGINT:
             talk.show_cursor()
-            talk.print(f"\nstopped at once; to go on: {hint}", markup=False, highlight=False)
+            talk.print(f"\nstopped at once; to go on: {hint}")
             os._exit(ExitCode.INTERRUPTED)
         is_stopping = True
         talk.print("stopping after the step in flight; Ctrl-C again stops at once")
@@ -156,8 +158,14 @@ def _signals_interrupt(hint: str) -> Iterator[None]:
 
 def _describe_interruption(config: JobConfig) -> str:
     assert config.job_id is not None
-    with Ledger.open(config.resolved_ledger_url) as ledger:
-        job = ledger.find_job(config.job_id)
+    try:
+        with Ledger.open(config.resolved_ledger_url) as ledger:
+            job = ledger.find_job(config.job_id)
+    except LedgerUnreachableError as error:
+        return (
+            f"interrupted: {error}; what was committed is kept, to go on when the server runs: "
+            f"{resume_command(config)}"
+        )
     if job is None:
         return "interrupted before the job was in the ledger; nothing is lost, run it again"
     num_done = job.num_rows - job.num_pending

@@ -17,15 +17,12 @@ from flows import completions, jobs, leases
 from flows.config import JobConfig
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow
-from flows.owner import Owner
 from flows.row_index import IndexRow, RowIndex
 from flows.schema import CompletionTable, JobState, RowState
 
 logger = logging.getLogger(__name__)
 _BATCH_ROWS = 500
 _BATCH_CHARACTERS = 4_000_000
-# The lease is taken and given back in one transaction, so nobody ever waits for it to run out.
-_LEASE_SECONDS = 60.0
 # What a plan commits, and what a fork takes over, was made by no run of the job.
 _NO_ATTEMPT = 0
 # What a fingerprint says of the questions; all else in it is of the model that answers.
@@ -79,17 +76,11 @@ def retry_failed(ledger: Ledger, job_id: str, codes: Sequence[str] = ()) -> Retr
             has such a code.
     """
     job_key = ledger.get_job(job_id).job_key
-    terms = leases.LeaseTerms(owner=Owner.current(), lease_seconds=_LEASE_SECONDS)
 
     def work(connection: Connection) -> RetrySummary:
-        now = ledger.database.now()
-        shards = leases.lock_shards(connection, job_key, now=now)
-        # A driver that was taken for dead and lives after all has lost the job by this.
-        lease = leases.acquire_job(connection, job_key, terms=terms, now=now)
-        for shard in shards:
-            leases.refuse_if_held(shard)
+        lease = leases.acquire_all(connection, job_key, now=ledger.database.now())
         summary = _forget_errors(connection, jobs.read(connection, job_key), codes)
-        leases.fence_job(connection, lease, lease_owner=None)
+        leases.release_job(connection, lease)
         return summary
 
     return ledger.database.write(work)

@@ -41,6 +41,11 @@ class JobDriver:
             daemon=True,
         )
 
+    @property
+    def ledger(self) -> Ledger:
+        """Return where the job is."""
+        return self._ledger
+
     def __enter__(self) -> Self:
         return self
 
@@ -51,6 +56,7 @@ class JobDriver:
         traceback: TracebackType | None,
     ) -> None:
         """Give the job back, unless `finish` has: as interrupted, or as it was when nothing began."""
+        self._lost.set()  # the run is over: a server that went away is not waited for any longer
         if self._lease is None:
             return
         try:

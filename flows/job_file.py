@@ -1,7 +1,8 @@
 """Reads a job's YAML file, with `--set` laid over it, and says what is wrong with it, and where."""
 
 import difflib
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,7 +68,7 @@ def validate_job_config(
     try:
         return JobConfig.model_validate(data)
     except ValidationError as error:
-        problems = [_describe(item, lines or {}) for item in error.errors()]
+        problems = [_describe(item, lines or {}) for item in _innermost(error.errors())]
         raise ConfigError(
             f"{origin}: {len(problems)} wrong field(s)\n" + "\n".join(f"  {p}" for p in problems)
         ) from error
@@ -124,6 +125,12 @@ def _lines_of(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
     return lines
 
 
+def _innermost(errors: Sequence[Any]) -> list[Any]:
+    """Leave out that a section is wrong when something within it is: pydantic counts that too."""
+    within = {item["loc"][:depth] for item in errors for depth in range(len(item["loc"]))}
+    return [item for item in errors if item["loc"] not in within]
+
+
 def _describe(item: Any, lines: Mapping[str, int]) -> str:
     location = [str(part) for part in item["loc"]]
     where = ".".join(location)
@@ -133,7 +140,9 @@ def _describe(item: Any, lines: Mapping[str, int]) -> str:
         return f"{where}: no such key{_suggestion(location)}"
     if item["type"] == "missing":
         return f"{where}: missing; this key is required"
-    return f"{where}: found {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
+    if item["type"] in ("value_error", "secret"):  # our own words, which say what was found
+        return f"{where}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{where}: found {reprlib.repr(item['input'])}: {item['msg']}"
 
 
 def _suggestion(location: list[str]) -> str:

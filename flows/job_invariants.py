@@ -23,6 +23,7 @@ from flows.schema import (
     ShardTable,
     SuspectTable,
 )
+from flows.stored_answers import find_damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +144,9 @@ def _wrong_row_states(facts: Facts) -> Iterator[str]:
         yield f"{_name(row_index, sample_index, row_id)} is {state} with error code {code}"
 
 
-def _answers_without_text(facts: Facts) -> Iterator[str]:
-    is_missing = ~exists().where(_is_same_sample(PayloadTable, CompletionTable))
-    query = _samples_of(facts, CompletionTable)
-    query = query.where(CompletionTable.state == RowState.OK, is_missing)
-    for found in facts.connection.execute(query):
-        yield _name(*found)
+def _damaged_answers(facts: Facts) -> Iterator[str]:
+    for damage in find_damaged(facts.connection, facts.job.job_key):
+        yield f"{damage.name}: {damage.reason}"
 
 
 def _texts_without_answer(facts: Facts) -> Iterator[str]:
@@ -188,7 +186,7 @@ INVARIANTS: tuple[tuple[str, str, Callable[[Facts], Iterator[str]]], ...] = (
     ("row_range", "no row is outside of the job", _rows_outside),
     ("samples", "the samples of a row have no gap", _wrong_samples),
     ("row_states", "errors, and only they, have a code", _wrong_row_states),
-    ("payloads", "every answer has its text", _answers_without_text),
+    ("payloads", "every answer can be read", _damaged_answers),
     ("lost_payloads", "every text belongs to a row", _texts_without_answer),
     ("leftovers", "what is done has nothing unfinished", _leftovers),
 )

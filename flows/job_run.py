@@ -17,6 +17,8 @@ from pathlib import Path
 
 from engine import ExitCode
 from flows.config import JobConfig
+from flows.database import LedgerUnreachableError
+from flows.device_queue import DeviceLimit
 from flows.experiments import ExperimentRun, Percentiles, record_experiment
 from flows.exporter import ExportSummary, export_job
 from flows.job_driver import JobDriver
@@ -31,10 +33,10 @@ from flows.preparation import (
     resume_command,
 )
 from flows.records import RecordReader
-from flows.schema import JobState
+from flows.schema import ExperimentRow, JobState
 from flows.shard_cluster import ShardCluster, cluster_of
 from flows.shard_runner import ShardJob, ShardSummary, run_shard, sum_stats
-from flows.shard_writer import TooManyFailedRowsError
+from flows.shard_writer import AnswersNotStoredError, TooManyFailedRowsError
 from flows.spare_slots import SpareSlots
 from flows.stacks import StackPool
 
@@ -49,7 +51,7 @@ class JobOutcome:
     """How a run of a job ended, in words that a log and a terminal can show.
 
     has_too_many_failed tells that max_failed_rows was passed: also a job whose every row has its
-    result counts as failed then.
+    result counts as failed then. experiment holds the figures; a run that began no shard has none.
     """
 
     job_id: str
@@ -58,6 +60,7 @@ class JobOutcome:
     message: str
     output_path: Path | None
     has_too_many_failed: bool = False
+    experiment: ExperimentRow | None = None
 
 
 class JobRun:
@@ -67,20 +70,20 @@ class JobRun:
         self,
         shard_job: ShardJob,
         plan: Plan,
-        ledger: Ledger,
         driver: JobDriver,
+        stacks: StackPool,
         *,
         stop: threading.Event,
         cluster: ShardCluster | None,
     ) -> None:
         self.config = shard_job.config
         self.job = shard_job.job
-        self.ledger = ledger
+        self.ledger = driver.ledger
         self.stop = stop
         self._driver = driver
         self._shard_job = shard_job
         self._plan = plan
-        self._stacks = StackPool.of_job(self.config)
+        self._stacks = stacks
         self._started = time.monotonic()
         self._spare = SpareSlots(
             self._stacks,
@@ -94,8 +97,16 @@ class JobRun:
 
     @classmethod
     @contextmanager
-    def open(cls, config: JobConfig, *, flow_run_id: str | None = None) -> Iterator["JobRun"]:
+    def open(
+        cls,
+        config: JobConfig,
+        *,
+        flow_run_id: str | None = None,
+        device_limit: DeviceLimit | None = None,
+    ) -> Iterator["JobRun"]:
         """Plan the job, create it or take it up again; close engines and ledger at the end.
+
+        Devices of this host wait for slots of `device_limit` too, where one is given.
 
         Raises:
             ConfigError: something that only the user can mend, found before weights are loaded.
@@ -108,13 +119,14 @@ class JobRun:
         stop = threading.Event()
         with (
             _stopped_after(config.max_runtime_seconds, stop),
-            Ledger.open(config.resolved_ledger_url) as ledger,
+            Ledger.open(config.resolved_ledger_url, stop=stop) as ledger,
             JobDriver(ledger, lease_seconds=config.lease_seconds, lost=stop) as driver,
             cluster_of(config) as cluster,
         ):
             shard_job, plan = prepare(config, ledger, driver)
             shard_job = replace(shard_job, flow_run_id=flow_run_id)
-            run = cls(shard_job, plan, ledger, driver, stop=stop, cluster=cluster)
+            stacks = StackPool.of_job(config, device_limit)
+            run = cls(shard_job, plan, driver, stacks, stop=stop, cluster=cluster)
             try:
                 yield run
             finally:
@@ -158,14 +170,30 @@ class JobRun:
     def finish(
         self, summaries: Sequence[ShardSummary], failures: dict[int, BaseException]
     ) -> JobOutcome:
-        """Write the experiment row in any case, and the output when every row has its result."""
+        """Write the experiment row in any case, and the output when every row has its result.
+
+        Raises:
+            LedgerUnreachableError: the ledger's server went away, and nobody asked the run to stop.
+        """
+        try:
+            return self._finish(summaries, failures)
+        except LedgerUnreachableError as error:
+            if not self.stop.is_set():
+                raise
+            outcome = self._stopped_without_ledger(failures, error)
+            logger.error("job=%s: %s", outcome.job_id, outcome.message)  # noqa: TRY400 - it says all
+            return outcome
+
+    def _finish(
+        self, summaries: Sequence[ShardSummary], failures: dict[int, BaseException]
+    ) -> JobOutcome:
         job = self.ledger.get_job(self.job.job_id)
         state = _job_state(job, self.stop.is_set(), failures)
         self._driver.finish(state)
         job = self.ledger.get_job(job.job_id)
         # Before the output, which a full disk or a kill may keep from being written.
-        if attempts := [summary for summary in summaries if summary.device is not None]:
-            self._record(attempts)
+        attempts = [summary for summary in summaries if summary.device is not None]
+        experiment = self._record(attempts) if attempts else None
         summary = self._export(job) if state is JobState.FINISHED else None
         return JobOutcome(
             job_id=job.job_id,
@@ -174,20 +202,38 @@ class JobRun:
             message=_message(job, failures, summary, resume_command(self.config)),
             output_path=None if summary is None else summary.output_path,
             has_too_many_failed=_has_too_many_failed(failures),
+            experiment=experiment,
+        )
+
+    def _stopped_without_ledger(
+        self, failures: dict[int, BaseException], error: LedgerUnreachableError
+    ) -> JobOutcome:
+        num_answers = sum(
+            failure.num_answers
+            for failure in failures.values()
+            if isinstance(failure, AnswersNotStoredError)
+        )
+        unstored = AnswersNotStoredError(str(error), num_answers)
+        return JobOutcome(
+            job_id=self.job.job_id,
+            state=JobState.INTERRUPTED,
+            exit_code=ExitCode.INTERRUPTED,
+            message=f"stopped: {unstored}; to go on: {resume_command(self.config)}",
+            output_path=None,
         )
 
     def _export(self, job: JobRow) -> ExportSummary:
         with RecordReader(self.config.sources, self.config.prompt) as reader:
             return export_job(self.config, job, self.ledger, reader, output_path_of(self.config))
 
-    def _record(self, summaries: Sequence[ShardSummary]) -> None:
+    def _record(self, summaries: Sequence[ShardSummary]) -> ExperimentRow:
         total = sum_stats(summary.stats for summary in summaries)
         busy_by_slot: defaultdict[int, float] = defaultdict(float)
         for summary in summaries:
             for slot, busy_seconds in summary.busy_seconds_by_slot.items():
                 busy_by_slot[slot] += busy_seconds
         plan = self._plan
-        record_experiment(
+        return record_experiment(
             self.ledger,
             self.job.job_key,
             ExperimentRun(

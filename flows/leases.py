@@ -17,6 +17,9 @@ from flows.ledger_rows import JobLease, JobRow, Lease, ShardRow
 from flows.owner import Owner
 from flows.schema import JobTable, ShardState, ShardTable
 
+# Who changes a job from outside gives it back in the same transaction: it never runs out.
+_OUTSIDE_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
@@ -61,6 +64,22 @@ def acquire_job(
             heartbeat_at=now,
         )
     )
+    return lease
+
+
+def acquire_all(connection: Connection, job_key: int, *, now: ColumnElement[float]) -> JobLease:
+    """Take the job with every shard, for what changes it from outside in this transaction.
+
+    A driver that was taken for dead and lives after all has lost the job by this.
+
+    Raises:
+        LedgerError: a living process drives the job, or holds one of its shards.
+    """
+    shards = lock_shards(connection, job_key, now=now)
+    terms = LeaseTerms(owner=Owner.current(), lease_seconds=_OUTSIDE_SECONDS)
+    lease = acquire_job(connection, job_key, terms=terms, now=now)
+    for shard in shards:
+        refuse_if_held(shard)
     return lease
 
 

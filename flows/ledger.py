@@ -6,16 +6,17 @@ flows.leases and flows.completions, the tables in flows.schema.
 """
 
 import difflib
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, select
 
 from engine import LedgerError
-from flows import completions, jobs, leases, unfinished
+from flows import completions, jobs, leases, stored_answers, unfinished
 from flows.database import Database, LedgerUnreachableError
 from flows.ledger_rows import CompletionRow as CompletionRow
 from flows.ledger_rows import DoneSamples as DoneSamples
@@ -40,16 +41,19 @@ class Ledger:
         self.database = database
 
     @classmethod
-    def open(cls, url: str, *, must_exist: bool = False) -> "Ledger":
+    def open(
+        cls, url: str, *, must_exist: bool = False, stop: threading.Event | None = None
+    ) -> "Ledger":
         """Connect to the ledger, and create or upgrade its tables.
 
-        With must_exist, an SQLite file that is not there is an error and not created.
+        With must_exist, an SQLite file that is not there is an error and not created. Once `stop`
+        is set, nobody waits for long for a server that went away.
 
         Raises:
             LedgerError: not a usable URL, cannot be reached, on a network file system, or written
                 by a newer tokenmill.
         """
-        return cls(Database.open(url, must_exist=must_exist))
+        return cls(Database.open(url, must_exist=must_exist, stop=stop))
 
     def close(self) -> None:
         """Close every connection."""
@@ -344,16 +348,16 @@ class Ledger:
         while batch := list(islice(iterator, _BAD_ROWS_PER_COMMIT)):
             self._commit_bad_rows_batch(job_key, batch)
 
-    def done_samples(self, job_key: int, first: int, last: int) -> dict[int, DoneSamples]:
-        """Return what has a result by row_index; rows first to last, included."""
+    def done_samples(self, job_key: int, rows: range | Collection[int]) -> dict[int, DoneSamples]:
+        """Return what has a result by row_index, of a range of rows or of some of them."""
         return self.database.query(
-            lambda connection: completions.read_done(connection, job_key, first, last)
+            lambda connection: completions.read_done(connection, job_key, rows)
         )
 
-    def read_row(self, job_key: int, row_index: int) -> list[CompletionRow]:
-        """Return the completions of one row with their texts, in the order of samples."""
+    def read_rows(self, job_key: int, row_indices: Collection[int]) -> list[CompletionRow]:
+        """Return the completions of a few rows with their texts, in the order of the input."""
         return self.database.query(
-            lambda connection: completions.read_row(connection, job_key, row_index)
+            lambda connection: stored_answers.read_rows(connection, job_key, row_indices)
         )
 
     def iter_completions(self, job_key: int, *, batch_rows: int = 1000) -> Iterator[CompletionRow]:
@@ -366,7 +370,7 @@ class Ledger:
             start, after = after, None
             try:
                 with self.database.read(fetch_rows=_FETCH_ROWS) as connection:
-                    for row in completions.read_after(connection, job_key, start, batch_rows):
+                    for row in stored_answers.read_after(connection, job_key, start, batch_rows):
                         after = row.key
                         yield row
             except LedgerUnreachableError as error:

@@ -7,7 +7,7 @@ import typer
 
 from engine import ExitCode
 from flows.cli_options import JsonOption, LedgerOption, open_ledger, print_json
-from flows.console import print_table, talk
+from flows.console import print_table, talk, visible
 from flows.job_status import when
 from flows.ledger_check import CheckResult, check_job, check_whole_ledger
 from flows.ledger_prune import PruneSummary, parse_age, prune
@@ -70,9 +70,9 @@ def ledger_prune(
 def _print_check(result: CheckResult) -> None:
     where = "ledger" if result.job_id is None else result.job_id
     note = f": {result.note}" if result.note else ""
-    typer.echo(f"{'ok   ' if result.is_ok else 'WRONG'} {where}: {result.claim}{note}")
+    typer.echo(visible(f"{'ok   ' if result.is_ok else 'WRONG'} {where}: {result.claim}{note}"))
     for problem in result.problems:
-        typer.echo(f"        {problem}")
+        typer.echo(visible(f"        {problem}"))
     if result.num_problems > len(result.problems):
         typer.echo(f"        and {result.num_problems - len(result.problems)} more")
 
@@ -89,14 +89,13 @@ def _print_pruned(summary: PruneSummary, *, is_dry_run: bool) -> None:
             ),
         )  # fmt: skip
     for reason in summary.kept:
-        talk.print(f"kept: {reason}", markup=False, highlight=False)
+        talk.print(f"kept: {reason}")
     freed = f"{len(summary.jobs)} job(s), {summary.num_rows} rows, {summary.num_file_bytes} bytes of files"
     if is_dry_run:
-        talk.print(f"would free: {freed}", highlight=False)
+        talk.print(f"would free: {freed}")
         return
-    talk.print(f"freed: {freed}, {summary.num_ledger_bytes} bytes of the ledger", highlight=False)
+    talk.print(f"freed: {freed}, {summary.num_ledger_bytes} bytes of the ledger")
     if summary.not_shrunk is not None:
         talk.print(
             f"the ledger keeps its size for now, new rows fill the space: {summary.not_shrunk}",
-            markup=False, highlight=False,
-        )  # fmt: skip
+        )

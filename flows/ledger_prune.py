@@ -16,7 +16,6 @@ from engine import ConfigError, LedgerError
 from flows import jobs, leases
 from flows.ledger import Ledger
 from flows.ledger_rows import JobRow
-from flows.owner import Owner
 from flows.schema import (
     CompletionTable,
     JobState,
@@ -33,8 +32,6 @@ _AGE = re.compile(r"(\d+) *([hdw])")
 # Payloads before completions, and jobs last: what points to a row goes before it.
 _TABLES = (PayloadTable, CompletionTable, PartialTable, SuspectTable, ShardTable, JobTable)
 _FILES_OF_A_RUN = ("rows.sqlite", "rows-*.sqlite", ".rows*.tmp", "stream.jsonl", "logs/*.log*")
-# The lease is taken in the transaction in which the job goes.
-_LEASE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +129,8 @@ def prune(
 
 
 def _delete_job(ledger: Ledger, job: JobRow) -> None:
-    terms = leases.LeaseTerms(owner=Owner.current(), lease_seconds=_LEASE_SECONDS)
-
     def work(connection: Connection) -> None:
-        now = ledger.database.now()
-        shards = leases.lock_shards(connection, job.job_key, now=now)
-        leases.acquire_job(connection, job.job_key, terms=terms, now=now)
-        for shard in shards:
-            leases.refuse_if_held(shard)
+        leases.acquire_all(connection, job.job_key, now=ledger.database.now())
         if jobs.read(connection, job.job_key).updated_at != job.updated_at:
             raise LedgerError(f"job {job.job_id} was changed a moment ago")
         for table in _TABLES:

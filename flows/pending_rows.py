@@ -33,6 +33,8 @@ from flows.row_sampling import RowSampling
 from flows.schema import RowState
 
 _PAGE_ROWS = 1000
+# Answers may be megabytes long, so that fewer of them are held in memory at a time.
+_PAGE_ANSWERS = 100
 
 
 class _OpenRow(msgspec.Struct, kw_only=True):
@@ -127,7 +129,7 @@ class PendingRows:
         self, index: RowIndex, page: Sequence[IndexRow]
     ) -> Iterator[GenerateRequest]:
         first, last = page[0].row_index, page[-1].row_index
-        done = self._ledger.done_samples(self._lease.job_key, first, last)
+        done = self._ledger.done_samples(self._lease.job_key, range(first, last + 1))
         partials = self._partials_of(first, last)
         for row in page:
             samples = done.get(row.row_index)
@@ -147,8 +149,7 @@ class PendingRows:
             return True
         if row.duplicate_of >= self._first:
             return False
-        first = next(index.followers_of(row.duplicate_of, self._first, row.row_index), None)
-        return first is None
+        return index.first_follower(row.duplicate_of, self._first) == row.row_index
 
     def _to_request(
         self, row: IndexRow, done: DoneSamples | None, partials: Sequence[PartialRow]
@@ -201,7 +202,7 @@ class PendingRows:
         del self._open[row.row_id]
         self._taken.discard(row_index)
         self._count(has_failed=True)
-        done = self._ledger.done_samples(self._lease.job_key, row_index, row_index).get(row_index)
+        done = self._ledger.done_samples(self._lease.job_key, [row_index]).get(row_index)
         left = set(range(open_row.num_samples)) - (set() if done is None else done.indices)
         for sample_index in sorted(left):
             result = CompletionRow(
@@ -221,14 +222,10 @@ class PendingRows:
 
     def copies_of_done(self) -> Iterator[CompletionRow]:
         """Yield results for rows that ask what another row was answered before."""
-        answers: dict[int, CompletionRow | None] = {}
         duplicates = self._index.duplicates_between(self._first, self._end)
-        for row in self._without_result(duplicates):
-            assert row.duplicate_of is not None
-            if row.duplicate_of not in answers:
-                answers = {row.duplicate_of: self._find_answer(row)}
-            answer = answers[row.duplicate_of]
-            if answer is not None:
+        pending = self._without_result(duplicates)
+        while page := list(islice(pending, _PAGE_ANSWERS)):
+            for row, answer in self._with_answers(page):
                 yield self._copy(answer, row)
 
     def partial_rows(self, partials: Iterable[PartialOutput]) -> Iterator[PartialRow]:
@@ -260,7 +257,7 @@ class PendingRows:
         """Return those of the rows that have no result in the ledger yet."""
         if not row_indices:
             return []
-        done = self._ledger.done_samples(self._lease.job_key, min(row_indices), max(row_indices))
+        done = self._ledger.done_samples(self._lease.job_key, row_indices)
         return [i for i in row_indices if i not in done or not done[i].is_complete]
 
     def _count(self, *, has_failed: bool) -> None:
@@ -283,21 +280,24 @@ class PendingRows:
         self._count(has_failed=answer.state is RowState.ERROR)
         return replace(answer, row_index=row.row_index, row_id=row.row_id)
 
-    def _find_answer(self, row: IndexRow) -> CompletionRow | None:
-        """Return what the first row of the kind has got, in the job or else in this shard."""
-        assert row.duplicate_of is not None
-        in_shard = self._index.followers_of(row.duplicate_of, self._first, row.row_index)
-        candidates = [row.duplicate_of, *(follower.row_index for follower in islice(in_shard, 1))]
-        for row_index in candidates:
-            for answer in self._ledger.read_row(self._lease.job_key, row_index):
-                return answer
-        return None
+    def _with_answers(self, page: Sequence[IndexRow]) -> Iterator[tuple[IndexRow, CompletionRow]]:
+        """Yield rows with what the first of their kind has got, in the job or else in this shard."""
+        leaders = {row.duplicate_of for row in page if row.duplicate_of is not None}
+        in_shard = {row: self._index.first_follower(row, self._first) for row in leaders}
+        wanted = {row for row in (*leaders, *in_shard.values()) if row is not None}
+        answers: dict[int | None, CompletionRow] = {}
+        for answer in self._ledger.read_rows(self._lease.job_key, wanted):
+            answers.setdefault(answer.row_index, answer)
+        for row in page:
+            assert row.duplicate_of is not None
+            first = answers.get(row.duplicate_of, answers.get(in_shard[row.duplicate_of]))
+            if first is not None:
+                yield row, first
 
     def _without_result(self, rows: Iterator[IndexRow]) -> Iterator[IndexRow]:
         while page := list(islice(rows, _PAGE_ROWS)):
-            done = self._ledger.done_samples(
-                self._lease.job_key, page[0].row_index, page[-1].row_index
-            )
+            # Not as a range: followers may lie as far apart as the shard is long.
+            done = self._ledger.done_samples(self._lease.job_key, [row.row_index for row in page])
             yield from (row for row in page if row.row_index not in done)
 
 

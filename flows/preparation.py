@@ -14,16 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from engine import ModelSource, SamplingParams, Tokenizer
-from flows.config import JobConfig, SourceConfig, default_ledger_url
-from flows.database import without_password
+from flows.config import JobConfig
 from flows.job_changes import refuse_fork, take_over_answers
 from flows.job_driver import JobDriver
+from flows.job_fingerprint import at_date_of, fingerprint_of
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, JobRow, NewJob
+from flows.ledger_url import default_ledger_url
 from flows.outputs.formats import default_output_name, paths_of
 from flows.planner import Plan, plan_job
 from flows.ray_terms import check_ray
@@ -106,7 +106,7 @@ def ledger_option(config: JobConfig) -> str:
     """Return what a command needs besides a job's id; empty when it finds the ledger by itself."""
     if config.ledger_url in (None, default_ledger_url()):
         return ""
-    return f" --ledger {shlex.quote(without_password(config.resolved_ledger_url))}"
+    return f" --ledger {shlex.quote(config.resolved_ledger_url)}"
 
 
 def default_sampling(config: JobConfig, source: ModelSource) -> SamplingParams:
@@ -139,13 +139,15 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
     job = ledger.find_job(config.job_id)
     if job is not None:
         driver.take(job)
+    is_fork = job is None and config.forked_from is not None
+    parent = ledger.get_job(str(config.forked_from)) if is_fork else None
+    config = at_date_of(config, job, parent)
     source = ModelSource.inspect(config.engine)
     tokenizer = Tokenizer.load(config.engine, source)
     sampling = default_sampling(config, source)
-    fingerprint = (
-        source.fingerprint() | tokenizer.fingerprint() | _job_fingerprint(config, sampling)
-    )
-    parent = None if job is not None else _find_parent(config, ledger, fingerprint)
+    fingerprint = fingerprint_of(config, source, tokenizer, sampling)
+    if parent is not None:
+        refuse_fork(parent, fingerprint)
     # Its own place until the ledger has taken the job: of two runs that create one job, the one
     # that is refused must not take the index away from the other.
     planned_path = job_dir_of(config) / f"rows-{os.getpid()}-{threading.get_ident()}.sqlite"
@@ -200,39 +202,6 @@ def _refuse_too_many_bad_rows(config: JobConfig, job: JobRow) -> None:
     limit = config.max_failed_of(job.num_rows)
     if limit is not None and job.num_error > limit:
         raise TooManyFailedRowsError(job.num_error, limit)
-
-
-def _job_fingerprint(config: JobConfig, sampling: SamplingParams) -> dict[str, str]:
-    return {
-        "sampling": msgspec.json.encode(sampling.model_dump(mode="json"), order="sorted").decode(),
-        "prompt": msgspec.json.encode(config.prompt.model_dump(), order="sorted").decode(),
-        "seed": "drawn" if config.seed is None else str(config.seed),
-        **({} if config.too_long == "error" else {"too_long": config.too_long}),
-        **_sources_fingerprint(config.sources),
-    }
-
-
-def _sources_fingerprint(sources: tuple[SourceConfig, ...]) -> dict[str, str]:
-    """Return how the sources are read; what they hold is the manifest's to say.
-
-    What is as by default is left out, so that a job is resumed when there are more settings.
-    """
-    names = {"format", "columns", "sample_rows", "sample_seed"}
-    return {
-        f"sources.{index}.{name}": msgspec.json.encode(value, order="sorted").decode()
-        for index, source in enumerate(sources)
-        for name, value in source.model_dump(
-            mode="json", include=names, exclude_defaults=True
-        ).items()
-    }
-
-
-def _find_parent(config: JobConfig, ledger: Ledger, fingerprint: dict[str, str]) -> JobRow | None:
-    if config.forked_from is None:
-        return None
-    parent = ledger.get_job(config.forked_from)
-    refuse_fork(parent, fingerprint)
-    return parent
 
 
 def _create(

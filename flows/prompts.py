@@ -1,8 +1,10 @@
 """How a row's columns become what the model is asked: Jinja templates and the chat form."""
 
+from collections.abc import Sized
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine import ConfigError, RequestError, RequestErrorCode
@@ -18,8 +20,10 @@ from flows.row_fields import (
 )
 from flows.rows import shown_names, without_surrogates
 from flows.sources.openai_batch import is_batch_request
+from flows.time_limit import row_time_limit
 
 _SYSTEM_ROLES = ("system", "developer")
+_MAX_RESULT_SIZE = 1 << 24
 
 
 class PromptBuilder:
@@ -100,10 +104,36 @@ class PromptBuilder:
         return [{"role": "system", "content": content}, *messages]
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, without arithmetic that would take all memory or hours within one step."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Work out `left operator right`, unless the result would be too large."""
+        if _size_of_result(operator, left, right) > _MAX_RESULT_SIZE:
+            raise OverflowError(f"the result of {operator} is too large for a template")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of_result(operator: str, left: Any, right: Any) -> int:
+    """Return how many bits a number would have, or how many items a text or a list."""
+    match left, right:
+        case int(), int() if operator == "**":
+            return left.bit_length() * right
+        case int(), int():
+            return left.bit_length() + right.bit_length()
+        case Sized(), int():
+            return len(left) * right
+        case int(), Sized():
+            return left * len(right)
+    return 0
+
+
 def _make_environment() -> ImmutableSandboxedEnvironment:
     # Immutable: a template may not change the columns that are carried to the output. The newline
     # that ends a template is dropped (Jinja's default): it is YAML's, not the user's.
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    environment = _Sandbox(undefined=StrictUndefined)
     # A row is rendered at plan, in its shard and at each resume, and must come out the same.
     del environment.filters["random"]
     del environment.globals["lipsum"]
@@ -121,6 +151,11 @@ def _compile(
         raise ConfigError(
             f"{name}, line {error.lineno}: not a valid Jinja template: {error.message}"
         ) from error
+    # Jinja works out constants, and Python compiles what Jinja has written.
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: cannot be compiled: {type(error).__name__}: {error}; make it simpler"
+        ) from error
     # Each rendering copies the globals, and Jinja's ChainMap of them is slow to copy.
     template.globals = dict(template.globals)
     return template
@@ -128,7 +163,8 @@ def _compile(
 
 def _render(name: str, template: Template, columns: dict[str, Any]) -> str:
     try:
-        return template.render(columns)
+        with row_time_limit:
+            return template.render(columns)
     except UndefinedError as error:
         raise RequestError(
             RequestErrorCode.BAD_TEMPLATE,

@@ -4,7 +4,6 @@ What a shard needs of the host is checked first. A node stops a shard in order w
 and by itself when the process that drives the job has gone: the job's lease in the ledger says so.
 """
 
-import contextvars
 import logging
 import os
 import socket
@@ -14,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine import ConfigError, TokenmillError
+from engine import ConfigError, EngineConfig, LedgerError, ModelSource, TokenmillError
 from flows import leases
-from flows.config import JobConfig
 from flows.engine_part import ShardJob
+from flows.experiments import collect_versions
+from flows.job_changes import find_model_changes
 from flows.ledger import Ledger
 from flows.ray_terms import engine_of_shard
 from flows.records import RecordReader
+from flows.schema import ShardState
 from flows.shard_runner import ShardSummary, run_shard
 from flows.stacks import StackPool
 
@@ -48,33 +49,41 @@ class ShardAnswer:
     error: TokenmillError | None = None
     num_loads: int = 0
 
+    @property
+    def is_done(self) -> bool:
+        """True when no row of the shard is left."""
+        return self.summary is not None and self.summary.state is ShardState.DONE
+
 
 class ShardNode:
-    """One engine on one host, for one shard after the other; `stop` comes from another thread."""
+    """One engine on one host, for one shard of a job after the other.
+
+    `stop` comes from another thread, and is for good.
+    """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._stacks: StackPool | None = None
-        self._is_logging = False
 
-    def where(self) -> str:
-        """Return the name of the host."""
-        return socket.gethostname()
+    def introduce(self) -> tuple[str, str]:
+        """Return the name of the host, and the version of tokenmill there."""
+        return socket.gethostname(), collect_versions()["tokenmill"]
 
     def run_shard(self, spec: ShardSpec) -> ShardAnswer:
         """Answer the pending rows of a shard; the loaded engine stays for the next one."""
         shard_job = _on_this_host(spec.shard_job)
         try:
-            check_paths(shard_job)
-            self._log_to(shard_job.config)
             if self._stacks is None:
-                # No locks: Ray has given the devices to this process.
+                check_host(shard_job)
+                _log_to_file(shard_job.config.engine)
                 engine, warm = shard_job.config.engine, shard_job.config.warm_seconds
+                # No locks: Ray has given the devices to this process.
                 self._stacks = StackPool(engine, warm_seconds=warm)
             num_before = self._stacks.num_loads
-            with _open_ledger(spec.ledger_url) as ledger, self._watching(spec, ledger) as stop:
+            opened = _open_ledger(spec.ledger_url, self._stop)
+            with opened as ledger, self._watching(spec, ledger):
                 summary = run_shard(
-                    shard_job, spec.shard_index, ledger=ledger, stacks=self._stacks, stop=stop
+                    shard_job, spec.shard_index, ledger=ledger, stacks=self._stacks, stop=self._stop
                 )
             return ShardAnswer(summary=summary, num_loads=self._stacks.num_loads - num_before)
         except TokenmillError as error:
@@ -90,102 +99,77 @@ class ShardNode:
             self._stacks.close()
 
     @contextmanager
-    def _watching(self, spec: ShardSpec, ledger: Ledger) -> Iterator[threading.Event]:
-        """Give an event that is set when the shard is to stop, for whichever reason."""
-        stop, done = _Stop(self._stop), threading.Event()
+    def _watching(self, spec: ShardSpec, ledger: Ledger) -> Iterator[None]:
+        """Stop when the driver has gone, while the block runs."""
+        done = threading.Event()
         watch = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(watch_driver, spec, ledger, stop, done),
-            name="driver-watch",
+            target=watch_driver, args=(spec, ledger, self._stop, done), name="driver-watch",
             daemon=True,
-        )
+        )  # fmt: skip
         watch.start()
         try:
-            yield stop
+            yield
         finally:
             done.set()
             watch.join()
-
-    def _log_to(self, config: JobConfig) -> None:
-        """Write the lines of this process to a file beside the logs of its workers."""
-        if self._is_logging:
-            return
-        self._is_logging = True
-        folder = config.engine.log_dir
-        assert folder is not None, "resolve it first"
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"node-{os.getpid()}.log", encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        for name in ("engine", "flows"):
-            package = logging.getLogger(name)
-            package.setLevel(config.engine.log_level)
-            package.addHandler(handler)
-
-
-class _Stop(threading.Event):
-    """Set when one shard is to stop, or the node as a whole."""
-
-    def __init__(self, node_stop: threading.Event) -> None:
-        super().__init__()
-        self._node_stop = node_stop
-
-    def is_set(self) -> bool:
-        return super().is_set() or self._node_stop.is_set()
 
 
 def watch_driver(
     spec: ShardSpec, ledger: Ledger, stop: threading.Event, done: threading.Event
 ) -> None:
     """Set `stop` when the job is driven no longer, or by another process; ends when done is set."""
-    job_id = spec.shard_job.job.job_id
     pause = min(_LOOK_SECONDS, spec.shard_job.config.lease_seconds / _LOOKS_PER_LEASE)
     while not done.wait(pause):
-        job = ledger.find_job(job_id)
-        is_driven = (
-            job is not None
-            and job.lease_owner == spec.driver
-            and leases.is_held(job, ledger.database.read_clock())
-        )
-        if not is_driven:
-            logger.error(
-                "stopping shard=%d of job=%s: %s drives the job no longer",
-                spec.shard_index,
-                job_id,
-                leases.name_of(spec.driver),
-            )
-            stop.set()
-            return
+        try:
+            if _is_driven(spec, ledger):
+                continue
+            reason = f"{leases.name_of(spec.driver)} drives its job no longer"
+        except LedgerError as error:
+            reason = str(error)
+        logger.error("stopping shard=%d: %s", spec.shard_index, reason)
+        stop.set()
+        return
 
 
-def check_paths(shard_job: ShardJob) -> None:
-    """Check that what the shard reads and writes is on this host.
+def _is_driven(spec: ShardSpec, ledger: Ledger) -> bool:
+    job = ledger.find_job(spec.shard_job.job.job_id)
+    return (
+        job is not None
+        and job.lease_owner == spec.driver
+        and leases.is_held(job, ledger.database.read_clock())
+    )
+
+
+def check_host(shard_job: ShardJob) -> None:
+    """Check that what a shard reads and writes is on this host, and that the model is the job's.
 
     Raises:
         ConfigError: names the path and the host.
     """
     config = shard_job.config
-    engine = config.engine
-    needed: list[tuple[str, Path | str | None]] = [
+    needed: tuple[tuple[str, Path | str | None], ...] = (
         ("job_dir", shard_job.job_dir),
         ("the job's row index", shard_job.index_path),
-        ("engine.model_path", None if engine.device == "mock" else engine.model_path),
-        ("engine.tokenizer_path", engine.tokenizer_path),
-        ("engine.chat.chat_template", engine.chat.template_path),
-    ]
-    host = socket.gethostname()
+        ("engine.tokenizer_path", config.engine.tokenizer_path),
+        ("engine.chat.chat_template", config.engine.chat.template_path),
+    )
     for what, path in needed:
         if path is not None and not Path(path).exists():
-            raise ConfigError(
-                f"host {host} of the Ray cluster has no {path} ({what}); put it on a file system "
-                "that every node has at the same path"
-            )
+            raise _not_shared(f"has no {path} ({what})")
     try:
         RecordReader(config.sources, config.prompt).close()
+        fingerprint = ModelSource.inspect(config.engine).fingerprint()
     except ConfigError as error:
-        raise ConfigError(
-            f"host {host} of the Ray cluster cannot read the sources: {error}; put them on a file "
-            "system that every node has at the same path"
-        ) from error
+        raise _not_shared(f"cannot use what the job names: {error}") from error
+    if changes := find_model_changes(shard_job.job, fingerprint):
+        raise _not_shared(f"has another model than the job ({'; '.join(changes)})")
+
+
+def _not_shared(found: str) -> ConfigError:
+    return ConfigError(
+        f"host {socket.gethostname()} of the Ray cluster {found}; put model, sources and job_dir "
+        "on a file system that every node has at the same path"
+    )
 
 
 def _on_this_host(shard_job: ShardJob) -> ShardJob:
@@ -197,10 +181,22 @@ def _on_this_host(shard_job: ShardJob) -> ShardJob:
     return replace(shard_job, config=config.model_copy(update={"engine": engine}))
 
 
+def _log_to_file(engine: EngineConfig) -> None:
+    """Write the lines of this process to a file beside the logs of its workers."""
+    assert engine.log_dir is not None, "resolve it first"
+    engine.log_dir.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(engine.log_dir / f"node-{os.getpid()}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("engine", "flows"):
+        package = logging.getLogger(name)
+        package.setLevel(engine.log_level)
+        package.addHandler(handler)
+
+
 @contextmanager
-def _open_ledger(url: str) -> Iterator[Ledger]:
+def _open_ledger(url: str, stop: threading.Event) -> Iterator[Ledger]:
     try:
-        ledger = Ledger.open(url, must_exist=True)
+        ledger = Ledger.open(url, must_exist=True, stop=stop)
     except TokenmillError as error:
         raise ConfigError(
             f"host {socket.gethostname()} of the Ray cluster: {error}; the ledger's URL must name "

@@ -1,71 +1,48 @@
-"""Runs the shards of a job on the nodes of a Ray cluster. The one module that imports Ray.
+"""Runs the shards of a job on places of a Ray cluster: which place, and what when one dies."""
 
-A place is an actor: it holds what Ray counts (NPU, GPU, CPU) as long as its engine is loaded, and
-answers one shard after the other. Ray ends it with the process that drives the job. Nothing is
-retried by Ray: whether a shard may be taken over from a node that died is the ledger's to say.
-"""
-
+import itertools
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
-
-import ray
-from ray.exceptions import RayActorError, RayTaskError
+from dataclasses import replace
 
 from engine import ConfigError, WorkerError, WorkerFailure
+from flows import ray_places
 from flows.config import JobConfig
 from flows.engine_part import ShardJob
 from flows.held_shards import wait_until_free
 from flows.ledger import Ledger
 from flows.owner import Owner
-from flows.ray_node import ShardAnswer, ShardNode, ShardSpec
-from flows.ray_terms import (
-    address_of,
-    count_places,
-    describe_offer,
-    refuse_if_silent,
-    resources_of,
-)
+from flows.ray_node import ShardAnswer, ShardSpec
+from flows.ray_places import NodeGoneError, Place
+from flows.ray_terms import address_of, count_places, describe, describe_offer, resources_of
 from flows.schema import ShardState
 from flows.shard_runner import ShardSummary
 from flows.stacks import StoppedError
 
 logger = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.5
+_SAY_AFTER_SECONDS = 10.0  # a process takes some to start
 _SAY_SECONDS = 30.0
-_CLOSE_SECONDS = 30.0
-_MAX_ATTEMPTS = 3  # of a shard whose node dies
-_LOCAL_STORE_BYTES = 100_000_000  # nothing large goes through Ray
-
-
-class _NodeGoneError(Exception):
-    """The process on the node, or the node, has ended."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    number: int
-    actor: Any
+_MAX_DEATHS = 3  # of the nodes of one shard
 
 
 class RayCluster:
-    """Places for shards on a cluster; use `RayCluster.open`. Safe to use from several threads."""
+    """Places for shards on a cluster; use `RayCluster.open`. Safe to use from several threads.
+
+    A place answers one shard after the other, so that its engine stays loaded.
+    """
 
     def __init__(self, config: JobConfig) -> None:
-        self._config = config
         self._wanted = resources_of(config)
+        self._ledger_url = config.resolved_ledger_url
         self._lock = threading.Lock()
         self._to_come: set[int] = set()
-        self._num_places = 0
-        self._idle: list[_Place] = []
+        self._numbers = itertools.count()
+        self._idle: list[Place] = []
         # A device that failed stays taken, so that Ray does not give it to the next shard.
-        self._bad: list[_Place] = []
+        self._bad: list[Place] = []
         self.num_loads = 0
 
     @classmethod
@@ -76,40 +53,25 @@ class RayCluster:
         Raises:
             ConfigError: there is no cluster, or none of its nodes has what a shard takes.
         """
-        is_connected = ray.is_initialized()
-        if not is_connected:
-            _connect(address_of(config))
-        cluster = cls(config)
-        try:
-            cluster.refuse_if_too_small()
-            yield cluster
-        finally:
-            cluster.close()
-            if not is_connected:
-                ray.shutdown()
+        with ray_places.connected(address_of(config)):
+            cluster = cls(config)
+            cluster._refuse_if_too_small()
+            try:
+                yield cluster
+            finally:
+                cluster.close()
 
     @property
     def num_slots(self) -> int:
         """Shards that can run at a time, when nobody else uses the cluster."""
-        return count_places(_living_nodes(), self._wanted) - len(self._bad)
+        with self._lock:
+            self._bad = [place for place in self._bad if place.lives()]
+            return count_places(ray_places.living_nodes(), self._wanted) - len(self._bad)
 
     def expect(self, shard_indices: Iterable[int]) -> None:
         """Name the shards that are to come: as long as there are some, engines stay loaded."""
-        self._to_come.update(shard_indices)
-
-    def refuse_if_too_small(self) -> None:
-        """Check that some node has all that a shard takes, in use or not.
-
-        Raises:
-            ConfigError: none has; says what there is and what a shard takes.
-        """
-        nodes = _living_nodes()
-        if not count_places(nodes, self._wanted):
-            raise ConfigError(
-                f"no node of the Ray cluster at {ray.get_runtime_context().gcs_address} can run a "
-                f"shard: {describe_offer(nodes, self._wanted)}; add a node that has it, or change "
-                "engine.device, engine.tensor_parallel_size or ray.resources"
-            )
+        with self._lock:
+            self._to_come.update(shard_indices)
 
     def run_shard(
         self, shard_job: ShardJob, shard_index: int, *, ledger: Ledger, stop: threading.Event
@@ -120,104 +82,84 @@ class RayCluster:
             TokenmillError: what shard_runner.run_shard raises, on the node.
             WorkerError: nodes died again and again, or none is left.
         """
+        spec = self._spec_of(shard_job, shard_index)
+        num_deaths = 0
+        while True:
+            try:
+                place = self._place_for(spec, ledger, stop)
+                answer = place.run_shard(spec, stop)
+            except StoppedError:
+                return ShardSummary(shard_index=shard_index, state=ShardState.INTERRUPTED)
+            except NodeGoneError as error:
+                num_deaths += 1
+                logger.error("shard=%d: %s", shard_index, error)  # noqa: TRY400
+                if num_deaths == _MAX_DEATHS:
+                    raise WorkerError(
+                        f"shard {shard_index}: {num_deaths} processes on Ray nodes have ended, last: "
+                        f"{error}; what they had finished is committed",
+                        failure=WorkerFailure.DIED,
+                    ) from error
+                continue
+            if not _is_of_a_bad_device(answer):
+                return self._end(place, answer)
+            logger.error("shard=%d goes to another device: %s", shard_index, answer.error)
+            with self._lock:
+                self._bad.append(place)
+
+    def close(self) -> None:
+        """End every place; one that a shard is on ends with that shard."""
         with self._lock:
-            self._to_come.discard(shard_index)
+            self._to_come.clear()
+            places = [*self._idle, *self._bad]
+            self._idle, self._bad = [], []
+        Place.close(places)
+
+    def _spec_of(self, shard_job: ShardJob, shard_index: int) -> ShardSpec:
         bare_config = shard_job.config.model_copy(update={"ledger_url": None})
-        spec = ShardSpec(
+        return ShardSpec(
             shard_job=replace(shard_job, config=bare_config),
             shard_index=shard_index,
             driver=str(Owner.current()),
-            ledger_url=self._config.resolved_ledger_url,
+            ledger_url=self._ledger_url,
         )
-        num_deaths = 0
+
+    def _place_for(self, spec: ShardSpec, ledger: Ledger, stop: threading.Event) -> Place:
+        """Return a place once nobody holds the shard; an engine that it may use stays loaded."""
+        shard_index = spec.shard_index
+        self.expect([shard_index])
         try:
-            while True:
-                try:
-                    wait_until_free(ledger, shard_job.job.job_key, shard_index, stop)
-                    return self._run_once(spec, stop)
-                except _NodeGoneError as error:
-                    num_deaths += 1
-                    logger.error("shard=%d: %s", shard_index, error)  # noqa: TRY400
-                    if num_deaths == _MAX_ATTEMPTS:
-                        raise WorkerError(
-                            f"shard {shard_index}: the process on a Ray node has ended "
-                            f"{num_deaths} times, last: {error}; what it had finished is committed",
-                            failure=WorkerFailure.DIED,
-                        ) from error
-                except _BadDeviceError as error:
-                    logger.error("shard=%d goes to another device: %s", shard_index, error)  # noqa: TRY400
-        except StoppedError:
-            return ShardSummary(shard_index=shard_index, state=ShardState.INTERRUPTED)
+            wait_until_free(ledger, spec.shard_job.job.job_key, shard_index, stop)
+            return self._take(shard_index, stop)
+        finally:
+            with self._lock:
+                self._to_come.discard(shard_index)
 
-    def close(self) -> None:
-        """End every idle process, and unload its engine in order."""
-        with self._lock:
-            places = [*self._idle, *self._bad]
-            self._idle, self._bad = [], []
-        for place in places:
-            _close(place)
+    def _take(self, shard_index: int, stop: threading.Event) -> Place:
+        """Return an idle place, or wait for Ray to start one.
 
-    def _run_once(self, spec: ShardSpec, stop: threading.Event) -> ShardSummary:
-        place = self._take(spec.shard_index, stop)
-        try:
-            answer = _ask(place, spec, stop)
-        except BaseException:
-            ray.kill(place.actor)
-            raise
-        with self._lock:
-            self.num_loads += answer.num_loads
-        if answer.summary is not None:
-            self._give_back(place)
-            busy = sum(answer.summary.busy_seconds_by_slot.values())
-            is_begun = answer.summary.slot is not None
-            return replace(
-                answer.summary,
-                slot=place.number if is_begun else None,
-                busy_seconds_by_slot={place.number: busy} if is_begun else {},
-            )
-        error = answer.error
-        assert error is not None
-        if isinstance(error, WorkerError) and error.failure is WorkerFailure.DEVICE_LOST:
-            self._bad.append(place)
-            raise _BadDeviceError(str(error)) from error
-        _close(place)
-        raise error
-
-    def _take(self, shard_index: int, stop: threading.Event) -> _Place:
+        Raises:
+            StoppedError: `stop` is set.
+            NodeGoneError: the process could not be started.
+            ConfigError: no node has what a shard takes, or it has another tokenmill.
+            WorkerError: every device is bad.
+        """
         if (idle := self._take_idle()) is not None:
             return idle
-        with self._lock:
-            number = self._num_places
-            self._num_places += 1
-        if self.num_slots < 1:
-            raise WorkerError(
-                f"no good place for a shard is left on the Ray cluster: "
-                f"{describe_offer(_living_nodes(), self._wanted)}, and {len(self._bad)} device(s) "
-                "failed",
-                failure=WorkerFailure.DEVICE_LOST,
-            )
-        place = _Place(number, _start_actor(self._wanted))
+        self._refuse_if_none_is_good()
+        place = Place(next(self._numbers), self._wanted)
         try:
-            idle = self._wait_until_there(place, shard_index, stop)
+            first = self._first_of(place, shard_index, stop)
         except BaseException:
-            ray.kill(place.actor)
+            place.kill()
             raise
-        if idle is None:
-            return place
-        ray.kill(place.actor)
-        return idle
+        if first is not place:
+            place.kill()
+        return first
 
-    def _take_idle(self) -> _Place | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _wait_until_there(
-        self, place: _Place, shard_index: int, stop: threading.Event
-    ) -> _Place | None:
-        """Wait until Ray has started a place; return another one that became idle before."""
-        started = place.actor.where.remote()
-        say_at = time.monotonic() + _LOOK_SECONDS * 4
-        while not ray.wait([started], timeout=_LOOK_SECONDS)[0]:
+    def _first_of(self, place: Place, shard_index: int, stop: threading.Event) -> Place:
+        """Return the place when Ray has started it, or another one that became idle before."""
+        say_at = time.monotonic() + _SAY_AFTER_SECONDS
+        while not place.is_there():
             if stop.is_set():
                 raise StoppedError("stopped while waiting for the Ray cluster")
             # It may hold the very devices that are waited for: a node may have left.
@@ -226,116 +168,64 @@ class RayCluster:
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + _SAY_SECONDS
                 self._say_that_it_waits(shard_index)
-        try:
-            host = ray.get(started)
-        except RayActorError as error:
+        logger.info("shard=%d runs on host=%s place=%d", shard_index, place.host(), place.number)
+        return place
+
+    def _take_idle(self) -> Place | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _refuse_if_too_small(self) -> None:
+        """Check that some node has all that a shard takes, in use or not."""
+        nodes = ray_places.living_nodes()
+        if not count_places(nodes, self._wanted):
+            raise ConfigError(
+                f"no node of the Ray cluster at {ray_places.cluster_name()} can run a shard: "
+                f"{describe_offer(nodes, self._wanted)}; add a node that has it, or change "
+                "engine.device, engine.tensor_parallel_size or ray.resources"
+            )
+
+    def _refuse_if_none_is_good(self) -> None:
+        if self.num_slots < 1:
+            offer = describe_offer(ray_places.living_nodes(), self._wanted)
             raise WorkerError(
-                f"no process for shard {shard_index} could be started on the Ray cluster; is "
-                f"tokenmill installed on every node? {_last_line(error)}",
-                failure=WorkerFailure.START_FAILED,
-            ) from error
-        logger.info("shard=%d runs on host=%s place=%d", shard_index, host, place.number)
-        return None
+                f"no good place for a shard is left on the Ray cluster: {offer}, and "
+                f"{len(self._bad)} device(s) failed",
+                failure=WorkerFailure.DEVICE_LOST,
+            )
 
     def _say_that_it_waits(self, shard_index: int) -> None:
-        self.refuse_if_too_small()  # its nodes may have left
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        self._refuse_if_too_small()  # its nodes may have left
+        free = ray_places.free_resources()
         logger.warning(
             "shard=%d waits for %s: the Ray cluster has %s free",
             shard_index,
-            ", ".join(f"{name} {amount:g}" for name, amount in self._wanted.items()),
-            ", ".join(f"{name} {free.get(name, 0.0):g}" for name in self._wanted),
+            describe(self._wanted),
+            describe({name: free.get(name, 0.0) for name in self._wanted}),
         )
 
-    def _give_back(self, place: _Place) -> None:
+    def _end(self, place: Place, answer: ShardAnswer) -> ShardSummary:
         with self._lock:
-            if self._to_come:
+            self.num_loads += answer.num_loads
+            is_kept = bool(self._to_come) and answer.is_done
+            if is_kept:
                 self._idle.append(place)
-                return
-        _close(place)
+        if not is_kept:
+            Place.close([place])
+        if answer.summary is None:
+            assert answer.error is not None
+            raise answer.error
+        return _on_place(answer.summary, place.number)
 
 
-class _BadDeviceError(Exception):
-    """The device of a place is bad."""
+def _is_of_a_bad_device(answer: ShardAnswer) -> bool:
+    error = answer.error
+    return isinstance(error, WorkerError) and error.failure is WorkerFailure.DEVICE_LOST
 
 
-def _connect(address: str | None) -> None:
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options |= {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
-    elif address != "auto":
-        refuse_if_silent(address)
-    try:
-        with _sigterm_kept():
-            ray.init(address=address or "local", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the Ray cluster at {address or 'this host'} cannot be used: {error}; every host "
-            "needs the same Python, Ray and RAY_AUTH_TOKEN; see that `ray status` works on this one"
-        ) from error
-
-
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Keep what SIGTERM does: Ray lets it end the process at once, and a job ends in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _living_nodes() -> list[dict[str, float]]:
-    nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"] for node in nodes if node["Alive"]]
-
-
-def _start_actor(wanted: dict[str, float]) -> Any:
-    custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
-    actor_class: Any = ray.remote(ShardNode)
-    return actor_class.options(
-        num_cpus=wanted["CPU"],
-        num_gpus=wanted.get("GPU", 0),
-        resources=custom,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=2,  # a shard, and the word to stop
-    ).remote()
-
-
-def _ask(place: _Place, spec: ShardSpec, stop: threading.Event) -> ShardAnswer:
-    """Let a place run a shard, and tell it when to stop.
-
-    Raises:
-        _NodeGoneError: the process there has ended, or cannot be reached.
-    """
-    try:
-        asked = place.actor.run_shard.remote(spec)
-        is_told = False
-        while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
-            if stop.is_set() and not is_told:
-                is_told = True
-                place.actor.stop.remote()
-        answer: ShardAnswer = ray.get(asked)
-    except RayActorError as error:
-        raise _NodeGoneError(
-            f"the process on its Ray node has ended: {_last_line(error)}"
-        ) from error
-    return answer
-
-
-def _close(place: _Place) -> None:
-    try:
-        ray.get(place.actor.close.remote(), timeout=_CLOSE_SECONDS)
-    except (RayActorError, RayTaskError, TimeoutError) as error:
-        logger.warning("place=%d did not unload its engine: %s", place.number, _last_line(error))
-    ray.kill(place.actor)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else repr(error)
+def _on_place(summary: ShardSummary, number: int) -> ShardSummary:
+    """Return the summary with the number of its place; a node has but one slot, and calls it 0."""
+    if summary.slot is None:
+        return summary
+    busy_seconds = sum(summary.busy_seconds_by_slot.values())
+    return replace(summary, slot=number, busy_seconds_by_slot={number: busy_seconds})

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine import ConfigError, EngineConfig
-from flows.config import LEDGER_URL_VARIABLE, JobConfig
+from flows.config import JobConfig
+from flows.ledger_url import LEDGER_URL_VARIABLE
 from flows.ray_config import RAY_ADDRESS_VARIABLES, problem_of_address
 
 # By these names Ray counts the devices that it finds on a node.
@@ -54,12 +55,14 @@ def address_of(config: JobConfig) -> str | None:
     Raises:
         ConfigError: there is none, or it is not one that a job can be driven through.
     """
-    if config.ray.address is not None:
-        return config.ray.address
-    for variable in RAY_ADDRESS_VARIABLES:
-        if address := os.environ.get(variable):
+    named = {"ray.address": config.ray.address} | {
+        variable: os.environ.get(variable) for variable in RAY_ADDRESS_VARIABLES
+    }
+    for name, address in named.items():
+        # Ray takes auto for RAY_ADDRESS where that is set.
+        if address and not (address == "auto" and os.environ.get("RAY_ADDRESS")):
             if problem := problem_of_address(address):
-                raise ConfigError(f"{variable}: {problem}")
+                raise ConfigError(f"{name}: {problem}")
             return address
     if config.ray.start_local:
         return None
@@ -118,15 +121,15 @@ def count_places(nodes: Iterable[Resources], wanted: Resources) -> int:
 
 def describe_offer(nodes: Sequence[Resources], wanted: Resources) -> str:
     """Return in words what the cluster has of what a shard takes."""
-    offered = [f"{name} {_largest(nodes, name):g}" for name in wanted]
-    asked = [f"{name} {amount:g}" for name, amount in wanted.items()]
+    most = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in wanted}
     if len(nodes) == 1:
-        return f"its one node offers {', '.join(offered)}; a shard takes {', '.join(asked)}"
+        return f"its one node offers {describe(most)}; a shard takes {describe(wanted)}"
     return (
-        f"the best of its {len(nodes)} nodes offer {', '.join(offered)}; a shard takes "
-        f"{', '.join(asked)} of one node"
+        f"the best of its {len(nodes)} nodes offer {describe(most)}; a shard takes "
+        f"{describe(wanted)} of one node"
     )
 
 
-def _largest(nodes: Sequence[Resources], name: str) -> float:
-    return max((node.get(name, 0.0) for node in nodes), default=0.0)
+def describe(resources: Resources) -> str:
+    """Return resources as a message shows them: CPU 1, NPU 2."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())

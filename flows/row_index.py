@@ -257,6 +257,12 @@ class RowIndex:
         query = f"{_SELECT} duplicate_of = ? AND row_index < ? ORDER BY row_index LIMIT ?"
         return self._pages(query, (row_index, end, _PAGE_ROWS), after=first - 1)
 
+    def first_follower(self, row_index: int, first: int) -> int | None:
+        """Return the first row, from `first` on, that is the same as the row; None without one."""
+        query = "SELECT min(row_index) FROM rows WHERE duplicate_of = ? AND row_index >= ?"
+        (found,) = self._connection.execute(query, (row_index, first)).fetchone()
+        return None if found is None else int(found)
+
     def duplicates_between(self, first: int, end: int) -> Iterator[IndexRow]:
         """Yield those of the rows first to end - 1 that are the same as an earlier row."""
         query = f"{_SELECT} duplicate_of IS NOT NULL AND row_index < ? ORDER BY row_index LIMIT ?"

@@ -15,6 +15,7 @@ from flows.records import RecordReader
 from flows.row_index import IndexRow
 from flows.row_sampling import ResolvedSampling, RowSampling
 from flows.rows import BadRow, PromptRecord, printable
+from flows.time_limit import row_time_limit
 
 TooLong = Literal["error", "skip", "truncate"]
 # Stands for a reply that is not there yet: one token. Some chat templates refuse an empty one.
@@ -108,7 +109,8 @@ class RowIndexer:
         sampling = self._sampling.of(row, truncate_prompt_tokens=limit)
         params = sampling.params
         request = row.to_request(params)
-        token_ids = self._encoder.encode_request(request)
+        with row_time_limit:
+            token_ids = self._encoder.encode_request(request)
         num_tokens = len(token_ids)
         if row.turns:
             self._check_conversation(request, is_truncated=limit is not None)

@@ -73,7 +73,8 @@ def answer_all(shard: RecoverableShard) -> None:
 
     Raises:
         BadDeviceError: the device is bad; what is pending may be answered on another.
-        WorkerError: no worker could be started, or workers die and no row can be blamed.
+        WorkerError: no worker could be started, workers die and no row can be blamed, or one died
+            after the shard was stopped.
     """
     num_fruitless = 0
     while not shard.is_stopped:
@@ -122,6 +123,8 @@ def _revive(shard: RecoverableShard, error: WorkerError) -> list[int]:
     if error.failure not in _RECOVERABLE:
         raise error
     accused = shard.accuse(error)
+    if shard.is_stopped:  # nobody waits for another worker
+        raise error
     logger.warning(
         "a worker failed with %d row(s) in flight, starting another: %s", len(accused), error
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from engine import RunStats
+from engine import LedgerError, RunStats
 from flows.engine_part import EnginePart
 from flows.engine_part import ShardJob as ShardJob
 from flows.ledger import Ledger
@@ -103,7 +103,7 @@ def _run_leased(shard: "_Shard", slot: Slot, spare: SpareSlots) -> ShardState:
     try:
         shard.run(slot, spare)
     except Exception as error:
-        ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
+        _give_up(ledger, lease, error)
         raise
     except BaseException:
         ledger.release_shard(lease, ShardState.INTERRUPTED)
@@ -117,6 +117,14 @@ def _run_leased(shard: "_Shard", slot: Slot, spare: SpareSlots) -> ShardState:
         stats={"preemptions": stats.num_preemptions, "steps": stats.num_steps},
     )
     return state
+
+
+def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
+    """Release a shard that failed; when that fails too, its lease runs out by itself."""
+    try:
+        ledger.release_shard(lease, ShardState.FAILED, error_message=str(error) or repr(error))
+    except LedgerError as second:
+        logger.warning("shard=%d could not be given back: %s", lease.shard_index, second)
 
 
 class _Shard:

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from engine import ExitCode, LedgerError, TokenmillError
 from flows.config import JobConfig
+from flows.database import LedgerUnreachableError
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, Lease, PartialRow
 
@@ -43,6 +44,22 @@ class TooManyFailedRowsError(TokenmillError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Come through a pickle: it is raised on other hosts too."""
         return type(self), self._numbers
+
+
+class AnswersNotStoredError(LedgerUnreachableError):
+    """The ledger went away for good; what was answered since the last commit is asked again."""
+
+    def __init__(self, reason: str, num_answers: int) -> None:
+        super().__init__(
+            f"{reason}; the last {num_answers} answer(s), since the last commit, are not "
+            "stored and will be answered again; nothing that was committed is lost"
+        )
+        self.num_answers = num_answers
+        self._reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come through a pickle: it is raised on other hosts too."""
+        return type(self), (self._reason, self.num_answers)
 
 
 def cut_torn_line(path: Path) -> None:
@@ -83,6 +100,7 @@ class ShardWriter:
         self._rows: list[CompletionRow] = []
         self._partials: dict[tuple[int, int], list[PartialRow]] = {}
         self._oldest_at = 0.0
+        self._num_in_commit = 0
         self._condition = threading.Condition()
         self._is_busy = False
         self._is_flushing = False
@@ -123,7 +141,6 @@ class ShardWriter:
         """
         limit = _MAX_WAITING_COMMITS * self._config.commit_rows
         with self._condition:
-            self._condition.wait_for(lambda: len(self._rows) < limit or self._error is not None)
             self._raise_error()
             if not self._rows:
                 self._oldest_at = time.monotonic()
@@ -131,6 +148,8 @@ class ShardWriter:
             self._partials.pop(row.key, None)
             if len(self._rows) in (1, self._config.commit_rows):
                 self._condition.notify_all()
+            self._condition.wait_for(lambda: len(self._rows) < limit or self._error is not None)
+            self._raise_error()
 
     def put_partials(self, rows: Iterable[PartialRow]) -> None:
         """Hand over the tokens of samples that go on; they take the place of earlier ones.
@@ -181,11 +200,16 @@ class ShardWriter:
         except Exception as error:  # noqa: BLE001 - kept for the thread that can act on it
             with self._condition:
                 self._error = error
+                if isinstance(error, LedgerUnreachableError):
+                    num_answers = self._num_in_commit + len(self._rows)
+                    self._error = AnswersNotStoredError(str(error), num_answers)
                 self._condition.notify_all()
 
     def _do(self, work: _Work) -> None:
         if work.rows:
+            self._num_in_commit = len(work.rows)
             num_failed = self._ledger.commit(self._lease, work.rows, device=self.device)
+            self._num_in_commit = 0
             self._stream(work.rows)
             if self._max_failed_rows is not None and num_failed > self._max_failed_rows:
                 raise TooManyFailedRowsError(num_failed, self._max_failed_rows)

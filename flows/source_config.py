@@ -1,13 +1,18 @@
 """What a user writes about the input: where the rows are, and how one becomes a prompt."""
 
 import os
+import re
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from engine import Section
+
+# A user with a password before the host.
+_PASSWORD_PATTERN = r"://[^/?#@]*:[^/?#]+@"
 
 
 class ColumnMapping(Section):
@@ -51,6 +56,16 @@ def _path_as_text(value: Any) -> Any:
     return text.removeprefix("file://") if isinstance(text, str) else text
 
 
+def _refuse_password(path: str) -> str:
+    if re.search(_PASSWORD_PATTERN, path):
+        raise PydanticCustomError(
+            "secret",
+            "the URL holds a password, which the ledger and Prefect's UI would show; fsspec takes "
+            "it from ~/.config/fsspec, or from the variables of its protocol",
+        )
+    return path
+
+
 def is_url(path: str) -> bool:
     """Tell whether fsspec has to open it."""
     return "://" in path
@@ -59,8 +74,9 @@ def is_url(path: str) -> bool:
 class SourceConfig(Section):
     """Input files of one kind: a file, a pattern, or a URL."""
 
-    path: Annotated[str, BeforeValidator(_path_as_text)] = Field(
+    path: Annotated[str, BeforeValidator(_path_as_text), AfterValidator(_refuse_password)] = Field(
         min_length=1,
+        json_schema_extra={"not": {"pattern": _PASSWORD_PATTERN}},
         description="A file, a pattern such as data/*.jsonl.gz (its files are read in natural "
         "order, part-2 before part-10), or a URL that fsspec reads, such as s3://bucket/a.jsonl.",
     )

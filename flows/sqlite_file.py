@@ -1,5 +1,6 @@
 """The file of an SQLite ledger: where it may lie, and how it is prepared for many processes."""
 
+import os
 import sqlite3
 import time
 from contextlib import closing
@@ -21,7 +22,30 @@ _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})
 _WAL_ATTEMPTS = 200
 
 
-def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> None:
+class SqliteFile:
+    """The file that a ledger was opened in; it must stay where it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity = _identity(path)
+
+    def refuse_if_moved(self) -> None:
+        """Make sure that what is written goes where the next process looks for it.
+
+        SQLite itself would go on: the log of what is written stays behind under the old name.
+
+        Raises:
+            LedgerError: the path names another file by now, or none.
+        """
+        if _identity(self._path) != self._identity:
+            raise LedgerError(
+                f"ledger {self._path}: the file was moved, deleted or replaced while this process "
+                f"used it; put it back, with {_log_of(self._path).name} beside it, then resume the "
+                "job"
+            )
+
+
+def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> SqliteFile:
     """Create the folder, refuse network file systems, and switch the file to WAL.
 
     With must_exist, nothing is created: whoever only looks on must not leave an empty ledger.
@@ -42,10 +66,22 @@ def prepare_sqlite_file(url: URL, *, must_exist: bool = False) -> None:
             f"ledger {path}: cannot create its folder: {error.strerror}; change ledger_url"
         ) from error
     refuse_network_file_system(path, Path("/proc/mounts"))
+    _refuse_lost_log(path)
     try:
         _switch_to_wal(path)
     except sqlite3.Error as error:
         raise LedgerError(f"ledger {path}: {error}; change ledger_url, or mend the file") from error
+    return SqliteFile(path)
+
+
+def connect_to_file(path: Path, *, timeout_seconds: float) -> sqlite3.Connection:
+    """Connect to a file that is there; a new one in its place would throw away the old one's log.
+
+    Raises:
+        sqlite3.OperationalError: there is none.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    return sqlite3.connect(uri, uri=True, timeout=timeout_seconds, check_same_thread=False)
 
 
 def sqlite_path(url: URL) -> Path:
@@ -86,6 +122,32 @@ def refuse_network_file_system(path: Path, mounts: Path) -> None:
             f"ledger {path} lies on a network file system ({kind}), where SQLite can lose rows; "
             "put it on a local disk, or use PostgreSQL: ledger_url: postgresql://USER@HOST/DATABASE"
         )
+
+
+def _refuse_lost_log(path: Path) -> None:
+    """Refuse to begin a ledger beside the log of one that was moved away: SQLite would delete it."""
+    log = _log_of(path)
+    if _size(path) == 0 and _size(log) > 0:
+        raise LedgerError(
+            f"ledger {path} is not there, but its log {log.name} is, which holds its last commits; "
+            f"put the ledger back beside it, or delete {log.name} if nobody needs that ledger"
+        )
+
+
+def _log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _switch_to_wal(path: Path) -> None:

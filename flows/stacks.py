@@ -6,6 +6,7 @@ long or another process waits for its devices. One that failed is never used aga
 whose device is bad is not lent.
 """
 
+import contextvars
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from flows.config import DEFAULT_WARM_SECONDS, JobConfig
 from flows.device_line import DeviceLine
 from flows.device_locks import DEFAULT_LOCK_DIR, DeviceLocks, Hold
 from flows.device_names import device_names, is_exclusive
+from flows.device_queue import DeviceLimit
 
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.5  # between two looks at a device that another process has
@@ -63,28 +65,30 @@ class StackPool:
         config: EngineConfig,
         *,
         locks: DeviceLocks | None = None,
+        limit: DeviceLimit | None = None,
         warm_seconds: float = DEFAULT_WARM_SECONDS,
     ) -> None:
         """Make slots of the devices; without `locks` they are shared with whoever uses them too."""
         self._condition = threading.Condition()
-        self._line = DeviceLine(locks)
+        self._line = DeviceLine(locks, limit, self._wake)
         self._stacks = _stacks_of(config, is_locked=locks is not None)
         self._warm_seconds = warm_seconds
         self._idle_watch: threading.Thread | None = None
         self._closing = threading.Event()
+        self._context = contextvars.copy_context()  # engines outlive the shards that lent them
         self.num_loads = 0
 
     @classmethod
-    def of_job(cls, config: JobConfig) -> "StackPool":
+    def of_job(cls, config: JobConfig, limit: DeviceLimit | None = None) -> "StackPool":
         """Make the pool of a job. Its devices are locked if they are an accelerator's.
 
-        Others are when the job names a folder for the locks.
+        Others are when the job names a folder for the locks. `limit` counts what is locked.
         """
         locks = None
         if config.device_lock_dir is not None or is_exclusive(config.engine):
             folder = config.device_lock_dir or DEFAULT_LOCK_DIR
             locks = DeviceLocks(folder, config.job_id or config.name)
-        return cls(config.engine, locks=locks, warm_seconds=config.warm_seconds)
+        return cls(config.engine, locks=locks, limit=limit, warm_seconds=config.warm_seconds)
 
     @property
     def num_slots(self) -> int:
@@ -133,6 +137,7 @@ class StackPool:
             for stack in self._stacks:
                 stack.close_engine()
                 stack.release()
+        self._line.close()  # not under the lock, which its answers need
         self._closing.clear()
 
     def engine_of(self, stack: _Stack) -> OfflineInference:
@@ -161,6 +166,10 @@ class StackPool:
         with self._condition:
             stack.bad_reason = reason
             self._line.leave()  # it may name the bad device
+            self._condition.notify_all()
+
+    def _wake(self) -> None:
+        with self._condition:
             self._condition.notify_all()
 
     def _take(self, stop: threading.Event) -> _Stack:
@@ -202,7 +211,10 @@ class StackPool:
             stack.idle_since = time.monotonic()
             if stack.engine is not None and self._idle_watch is None:
                 self._idle_watch = threading.Thread(
-                    target=self._watch_idle, name="idle-engines", daemon=True
+                    target=self._context.copy().run,
+                    args=(self._watch_idle,),
+                    name="idle-engines",
+                    daemon=True,
                 )
                 self._idle_watch.start()
             self._condition.notify_all()

@@ -8,6 +8,7 @@ import contextvars
 import logging
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ def run_all_shards(run: JobRun) -> tuple[list[ShardSummary], dict[int, BaseExcep
                 active[run_shard_task.submit(run, shard_index)] = shard_index
             if not active:  # also when the run was stopped, or no good device is left
                 break
-            future = next(as_completed(list(active)))
+            future = _next_done(list(active))
             shard_index = active.pop(future)
             _collect(future, shard_index, summaries, failures)
             if isinstance(failures.get(shard_index), TooManyFailedRowsError):
@@ -88,6 +89,19 @@ def run_all_shards(run: JobRun) -> tuple[list[ShardSummary], dict[int, BaseExcep
         run.finish(summaries, failures)
         raise
     return summaries, failures
+
+
+def _next_done(futures: list[PrefectFuture[ShardSummary]]) -> PrefectFuture[ShardSummary]:
+    """Wait until a shard has ended.
+
+    Prefect interrupts a flow run that could not renew its slot of a concurrency limit: the server
+    was away for minutes, or was started again without its leases. Rows need no slot.
+    """
+    while True:
+        try:
+            return next(as_completed(futures))
+        except CancelledError:
+            logger.warning("Prefect's server has let go of this run's concurrency slot; it goes on")
 
 
 def _collect(

@@ -194,7 +194,7 @@ class _Rerun:
     def _requests(self, chosen: Sequence[int]) -> Iterator[GenerateRequest]:
         with _RowFinder(self._asker, self._job) as finder:
             for row_index in chosen:
-                samples = self._ledger.read_row(self._job.job_key, row_index)
+                samples = self._ledger.read_rows(self._job.job_key, [row_index])
                 request = self._asker.ask(finder.at(row_index), samples[0])
                 if request is None:
                     request = self._asker.ask(finder.named(samples[0].row_id), samples[0])

@@ -21,14 +21,13 @@ def show_report(report: VerifyReport, *, is_json: bool) -> None:
             (_cells(difference, report) for difference in report.differences),
         )
     for row_id, reason in report.unverified:
-        talk.print(f"not verified: {row_id}: {reason}", markup=False, highlight=False)
+        talk.print(f"not verified: {row_id}: {reason}")
     verdict = "passed" if report.has_passed else "failed"
     talk.print(
         f"{verdict}: {report.num_verified} of {report.num_ok_rows} ok rows were run again "
         f"(seed {report.seed}), {report.num_differing} differ ({report.share:.2%}, tolerated "
         f"{report.tolerance:.2%}), {len(report.unverified)} could not be verified",
-        markup=False, highlight=False,
-    )  # fmt: skip
+    )
 
 
 def _cells(difference: Difference, report: VerifyReport) -> tuple[object, ...]:

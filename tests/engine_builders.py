@@ -227,6 +227,7 @@ class Rig:
         self.scheduler = Scheduler(self.config, self.cache)
         self.worker = CheckingWorker(self.config, num_blocks, block_size)
         self.requests: list[InferRequest] = []
+        self.num_repeated_tokens = 0
 
     def add(self, *requests: InferRequest) -> None:
         """Queue requests."""
@@ -239,6 +240,7 @@ class Rig:
         step = self.scheduler.schedule()
         if step is None:
             return None
+        self.num_repeated_tokens += step.num_repeated_tokens
         self.worker.submit(step.batch)
         self.check()
         return step.batch

@@ -55,6 +55,11 @@ class JobProcess:
         self.signal_group(signal.SIGKILL)
         self._process.wait(WAIT_SECONDS)
 
+    @property
+    def session(self) -> int:
+        """The session that it leads."""
+        return self._process.pid
+
     def descendants(self) -> list[psutil.Process]:
         """Return every process that it has started."""
         return psutil.Process(self._process.pid).children(recursive=True)

@@ -18,6 +18,7 @@ their own files; since one key has one dtype and one version, all its workers co
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,17 +122,23 @@ class CompileCache:
         """Find the key's folder or make it, and say in the log which it was.
 
         Raises:
-            ConfigError: the folder cannot be used.
+            ConfigError: the folder cannot be used, or anybody could put code there.
         """
         folder = cache_dir.absolute() / key.digest
         try:
             (folder / _KERNELS_NAME).mkdir(parents=True, exist_ok=True)
             _write_key(folder / _KEY_NAME, key)
+            is_safe = not (cache_dir.stat().st_mode | folder.stat().st_mode) & stat.S_IWOTH
         except OSError as error:
             raise ConfigError(
                 f"no cache can be kept in {folder}: {error}; set engine.cache_dir to another "
                 "folder, or leave it out"
             ) from error
+        if not is_safe:
+            raise ConfigError(
+                f"engine.cache_dir: every user of this host may write to {cache_dir}, or to {folder}, "
+                "and what lies there is run; take that right away (chmod o-w), or name another folder"
+            )
         contents = _contents_of(folder)
         logger.info(
             "cache %s key=%s folder=%s contents=%s",

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from engine.backends.base import Array, DeviceBackend, Fetched, Profile
 from engine.config import EngineConfig
 from engine.messages import ScheduleBatch
+from engine.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -252,6 +253,5 @@ def _folder_of(config: EngineConfig) -> Path:
     """Return where traces go: where the settings say, else beside the folder of the logs."""
     if config.runtime.profile_dir is not None:
         return config.runtime.profile_dir
-    if config.log_dir is not None:
-        return config.log_dir.absolute().parent / "profile"
-    return Path(tempfile.gettempdir()) / "tokenmill-profile"
+    folder = private_folder() if config.log_dir is None else config.log_dir.absolute().parent
+    return folder / "profile"

@@ -11,6 +11,7 @@ from engine.layers.fused_layers import fuse_layers
 from engine.layers.loaded_model import LoadedModel
 from engine.layers.paged_attention import LayerShape, PagedAttention
 from engine.layers.tensor_parallel import check_plan, split_model
+from engine.model_checks import reason_of
 from engine.models.attention_interface import attach
 from engine.parallel import ParallelGroup
 
@@ -41,10 +42,10 @@ def load_model(
         # Each rank reads the whole state and keeps its part. A Slice is known from shapes alone,
         # so a reader of safetensors may take them from the file instead.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype, output_loading_info=True, **options
+            path, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{path}: the model cannot be loaded: {error}") from error
+        raise ConfigError(f"{path}: the model cannot be loaded: {reason_of(error)}") from error
     module, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers would draw them at random, and every answer would be noise.

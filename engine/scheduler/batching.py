@@ -17,7 +17,10 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchView:
-    """What a policy may look at. Seconds are on the scheduler's clock."""
+    """What a policy may look at. Seconds are on the scheduler's clock.
+
+    is_intake_closed tells that nobody else comes before some who wait are admitted.
+    """
 
     now: float
     num_waiting: int
@@ -106,11 +109,8 @@ class DynamicBatching(BatchingPolicy):
         """Return how long a group of `num_waiting` waits for the rest of it."""
         self._forget_old(now)
         if len(self._arrivals) < 2:
-            return (
-                0.0
-                if now - self._first_arrival(now) > self._max_wait_seconds
-                else self._max_wait_seconds
-            )
+            is_quiet = now - self._first_arrival(now) > self._max_wait_seconds
+            return 0.0 if is_quiet else self._max_wait_seconds
         span = max(now - self._arrivals[0], 1e-9)
         seconds_each = span / len(self._arrivals)
         if seconds_each > self._max_wait_seconds:

@@ -31,6 +31,7 @@ class ScheduledStep:
     entries: tuple[Entry, ...]
     num_prefill_tokens: int
     num_decode_tokens: int
+    num_repeated_tokens: int
 
     @property
     def num_preempted(self) -> int:
@@ -89,7 +90,7 @@ class StepPlan:
         """Advance the requests and write the message; adds the new uids to `known_uids`."""
         new: list[NewRequest] = []
         running: list[Running] = []
-        num_prefill = num_decode = 0
+        num_prefill = num_decode = num_repeated = 0
         for uid, entry in self.entries.items():
             request, count = entry.request, entry.num_scheduled_tokens
             if (
@@ -99,6 +100,8 @@ class StepPlan:
                 num_decode += 1
             else:
                 num_prefill += count
+            num_before = request.max_computed_tokens - request.num_computed_tokens
+            num_repeated += max(min(count, num_before), 0)
             if uid in known_uids:
                 running.append(
                     Running(uid=uid, num_scheduled_tokens=count, new_block_ids=entry.new_block_ids)
@@ -118,6 +121,7 @@ class StepPlan:
             entries=tuple(self.entries.values()),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
+            num_repeated_tokens=num_repeated,
         )
 
 
@@ -126,6 +130,7 @@ def _advance(entry: Entry) -> None:
     if request.state is RequestState.READY:
         request.transition_to(RequestState.RUNNING)
     request.num_computed_tokens += entry.num_scheduled_tokens
+    request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
     request.num_inflight_steps += 1
     entry.epoch = request.epoch
     entry.num_written_tokens = request.num_computed_tokens

@@ -13,7 +13,7 @@ from engine.request import InferRequest
 
 # Tokens of a prompt that the prefix order compares; what differs later shares few blocks less.
 _PREFIX_TOKENS = 1024
-_Heap = list[tuple[Any, int, InferRequest]]
+_Heap = list[tuple[Any, int]]  # key and uid
 
 
 class WaitingQueue:
@@ -27,51 +27,54 @@ class WaitingQueue:
         self._is_long = config.is_long
         self._lane: _Heap = []
         self._long_lane: _Heap = []
-        self._arrivals: dict[int, float] = {}
+        self._requests: dict[int, InferRequest] = {}
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._arrivals)
+        return len(self._requests)
 
     @property
     def oldest_arrival(self) -> float:
         """When the request arrived that has waited longest; somebody must be waiting."""
-        return next(iter(self._arrivals.values()))
+        return next(iter(self._requests.values())).arrival_time
 
     def push(self, request: InferRequest) -> None:
         """Add a request; one that was preempted gets its old place back."""
         lane = self._long_lane if self._is_long(request.num_prompt_tokens) else self._lane
-        heapq.heappush(lane, (self._key(request), request.uid, request))
-        self._arrivals[request.uid] = request.arrival_time
+        heapq.heappush(lane, (self._key(request), request.uid))
+        self._requests[request.uid] = request
+        self.num_prompt_tokens += request.num_prompt_tokens
 
     def first(self, *, is_long_allowed: bool) -> InferRequest | None:
         """Return the next request without taking it out."""
         lane = self._next_lane(is_long_allowed=is_long_allowed)
-        return lane[0][2] if lane else None
+        return self._requests[lane[0][1]] if lane else None
 
     def pop(self, *, is_long_allowed: bool) -> InferRequest:
         """Take the next request out; there must be one."""
         lane = self._next_lane(is_long_allowed=is_long_allowed)
-        request = heapq.heappop(lane)[2]
-        del self._arrivals[request.uid]
+        request = self._requests[heapq.heappop(lane)[1]]
+        self.discard(request)
         return request
 
     def discard(self, request: InferRequest) -> None:
-        """Forget a request, if it waits here."""
-        self._arrivals.pop(request.uid, None)
+        """Forget a request, if it waits here; its place goes when it comes first."""
+        if self._requests.pop(request.uid, None) is not None:
+            self.num_prompt_tokens -= request.num_prompt_tokens
 
     def requests(self) -> list[InferRequest]:
         """Return every waiting request, in no order."""
-        return [item[2] for item in (*self._lane, *self._long_lane) if item[1] in self._arrivals]
+        return list(self._requests.values())
 
     def _next_lane(self, *, is_long_allowed: bool) -> _Heap:
         for lane in (self._lane, self._long_lane):
-            while lane and lane[0][1] not in self._arrivals:
+            while lane and lane[0][1] not in self._requests:
                 heapq.heappop(lane)  # discarded while it waited
         if not self._long_lane or not is_long_allowed:
             return self._lane
         if not self._lane:
             return self._long_lane
-        return min(self._lane, self._long_lane, key=lambda lane: lane[0][:2])
+        return min(self._lane, self._long_lane, key=lambda lane: lane[0])
 
 
 class Followers:

@@ -74,7 +74,10 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """True when another request may be added without reading too far ahead."""
-        return self.num_waiting < self._config.max_waiting_requests
+        return (
+            self.num_waiting < self._config.max_waiting_requests
+            and self._waiting.num_prompt_tokens < self._config.max_waiting_tokens
+        )
 
     @property
     def num_running(self) -> int:
@@ -365,6 +368,7 @@ class Scheduler:
             self._enqueue(request)
 
     def _forget(self, request: InferRequest) -> None:
+        self._deadlines.forget(request)
         self._running.remove(request)
         if request.uid in self._known_uids:
             self._known_uids.discard(request.uid)
@@ -383,7 +387,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             oldest_arrival=self._waiting.oldest_arrival,
-            is_intake_closed=self._is_intake_closed,
+            is_intake_closed=self._is_intake_closed or not self.has_room,
         )
 
     def _expire(self) -> None:

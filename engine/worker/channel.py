@@ -76,10 +76,6 @@ class Channel:
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Return True as soon as a message, or the end of the pipe, can be read."""
-        return self._connection.poll(max(0.0, timeout_seconds))
-
     def receive_from_worker(self) -> FromWorker:
         """Return the next message of a worker.
 

@@ -67,10 +67,7 @@ class ModelWorker:
             num_blocks = self._runner.load()
         except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
             logger.exception("worker cannot start")
-            return StartFailed(
-                is_config_error=isinstance(error, ConfigError),
-                message=self._in_words(error),
-            )
+            return self._start_failure(error)
         seconds = time.perf_counter() - started
         logger.info("model loaded device=%s seconds=%.1f", self._runner.device, seconds)
         return WorkerReady(
@@ -90,11 +87,7 @@ class ModelWorker:
             self._runner.allocate(message.num_blocks)
         except Exception as error:  # noqa: BLE001 - every reason goes to the main process in words
             logger.exception("no KV cache")
-            is_config_error = isinstance(error, ConfigError)
-            return StartFailed(
-                is_config_error=is_config_error,
-                message=("" if is_config_error else "no KV cache: ") + self._in_words(error),
-            )
+            return self._start_failure(error, "no KV cache: ")
         return CacheAllocated(warmup_seconds=time.perf_counter() - started)
 
     def launch(self, batch: ScheduleBatch) -> "_Launched":
@@ -113,6 +106,12 @@ class ModelWorker:
             return launched.step.result()
         except Exception as error:  # noqa: BLE001 - classified by the backend, judged by the engine
             return self._failure(launched.step_id, error)
+
+    def _start_failure(self, error: Exception, what: str = "") -> StartFailed:
+        words = self._in_words(error)
+        if isinstance(error, ConfigError):
+            return StartFailed(is_config_error=True, message=words)
+        return StartFailed(is_config_error=False, message=what + words)
 
     def _in_words(self, error: Exception) -> str:
         if isinstance(error, TokenmillError):

@@ -8,27 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import WorkerError, WorkerFailure
-from engine.messages import FromWorker, LogLine, Shutdown, StartFailed, StepFailed, ToWorker
+from engine.messages import FromWorker, LogLine, Shutdown, ToWorker
 from engine.worker import log_files
 from engine.worker.channel import Channel, ChannelClosedError, ChannelStuckError
 from engine.worker.model_worker import ModelWorker
 
 logger = logging.getLogger(__name__)
 _STOP_SECONDS = 10
-# After the failure of one rank, how long to look for a rank whose death may be the reason.
-_AFTERMATH_SECONDS = 1.0
-
-
 _ENVIRONMENT = {
     # How long an OpenMP thread spins before it sleeps. By default it spins so long that one other
     # busy process on the machine makes a worker ten times slower.
@@ -47,35 +40,8 @@ def _spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenmill-spawner")
 
 
-class BusyFlag:
-    """Tells whether a worker has been asked something that it has not answered.
-
-    Any thread may look: one that closes the engine, or shows its state, beside the driver.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_open = 0
-
-    @property
-    def is_set(self) -> bool:
-        """True while an answer is due."""
-        with self._lock:
-            return self._num_open > 0
-
-    def note_question(self) -> None:
-        """Set the flag: a message is about to be handed out."""
-        with self._lock:
-            self._num_open += 1
-
-    def note_answer(self) -> None:
-        """Clear the flag, unless more answers are due."""
-        with self._lock:
-            self._num_open -= 1
-
-
 class WorkerProcess:
-    """One rank in a process of its own.
+    """One rank in a process of its own. num_due answers have not come yet.
 
     Raises:
         WorkerError: the operating system starts no process.
@@ -85,7 +51,7 @@ class WorkerProcess:
         self._config = config
         self._rank = rank
         self.log_path = log_path
-        self.busy = BusyFlag()
+        self.num_due = 0
         self.channel, theirs = Channel.pair(config.runtime.watchdog_seconds)
         try:
             self._process = _spawner().submit(self._spawn, theirs).result()
@@ -109,7 +75,7 @@ class WorkerProcess:
         Raises:
             WorkerError: the worker is dead, or so stuck that it takes no message.
         """
-        self.busy.note_question()
+        self.num_due += 1
         try:
             self.channel.send(message)
         except ChannelClosedError as error:
@@ -120,22 +86,6 @@ class WorkerProcess:
                 f"{self._config.runtime.watchdog_seconds:.0f} s{self.log_hint()}",
                 failure=WorkerFailure.TIMEOUT,
             ) from error
-
-    def receive(self, timeout_seconds: float) -> FromWorker:
-        """Return the next answer.
-
-        Raises:
-            WorkerError: the worker died, or was silent for too long.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while self.channel.wait(deadline - time.monotonic()):
-            if (reply := self.take()) is not None:
-                return reply
-        raise WorkerError(
-            f"worker rank {self._rank} (pid {self.pid}) was silent for {timeout_seconds:.0f} s"
-            f"{self.log_hint()}",
-            failure=WorkerFailure.TIMEOUT,
-        )
 
     def take(self) -> FromWorker | None:
         """Return the answer that waits in the pipe; None when it was a line for the log.
@@ -151,7 +101,7 @@ class WorkerProcess:
             # By the thread that waits for answers, which belongs to the shard that they are for.
             logging.getLogger(reply.name).log(reply.level, "rank=%d %s", self._rank, reply.text)
             return None
-        self.busy.note_answer()
+        self.num_due -= 1
         return reply
 
     def ask_to_stop(self) -> None:
@@ -225,23 +175,19 @@ class InlineWorker:
     def __init__(self) -> None:
         self._worker = ModelWorker()
         self._replies: deque[FromWorker] = deque()
-        self.busy = BusyFlag()
+        self.num_due = 0
         self.pid = os.getpid()
 
     def send(self, message: ToWorker) -> None:
         """Handle the message at once and keep the answer."""
-        self.busy.note_question()
+        self.num_due += 1
         reply = self._worker.handle(message)
         if reply is not None:
             self._replies.append(reply)
 
-    def receive(self, timeout_seconds: float) -> FromWorker:
-        """Return the oldest answer."""
-        return self.take()
-
     def take(self) -> FromWorker:
         """Return the oldest answer."""
-        self.busy.note_answer()
+        self.num_due -= 1
         return self._replies.popleft()
 
     def ask_to_stop(self) -> None:
@@ -261,53 +207,3 @@ class InlineWorker:
 
 
 Worker = WorkerProcess | InlineWorker
-
-
-def receive_from_all(
-    workers: Sequence[Worker], timeout_seconds: float
-) -> list[tuple[Worker, FromWorker]]:
-    """Return each worker with its next answer, in the order of ranks.
-
-    When one says that it failed, the others may wait for it for ever; then the answers that are
-    there are returned.
-
-    Raises:
-        WorkerError: a worker died, which is told before any failure that it caused in others, or
-            some were silent for too long.
-    """
-    if len(workers) == 1:
-        return [(workers[0], workers[0].receive(timeout_seconds))]
-    replies: dict[int, FromWorker] = {}
-    has_failed = False
-    deadline = time.monotonic() + timeout_seconds
-    while len(replies) < len(workers):
-        waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in replies}
-        ready = _wait_for_any(waiting, deadline - time.monotonic())
-        if not ready:
-            if has_failed:
-                break
-            raise _silence(waiting, timeout_seconds)
-        for rank in ready:
-            reply = waiting[rank].take()
-            if reply is None:
-                continue
-            replies[rank] = reply
-            if isinstance(reply, StepFailed | StartFailed) and not has_failed:
-                has_failed = True
-                deadline = time.monotonic() + _AFTERMATH_SECONDS
-    return [(workers[rank], replies[rank]) for rank in sorted(replies)]
-
-
-def _wait_for_any(workers: dict[int, Worker], timeout_seconds: float) -> list[int]:
-    """Return the ranks whose answer, or end, is there."""
-    ranks = {w.channel: rank for rank, w in workers.items() if isinstance(w, WorkerProcess)}
-    return [ranks[channel] for channel in Channel.wait_for_any([*ranks], timeout_seconds)]
-
-
-def _silence(workers: dict[int, Worker], timeout_seconds: float) -> WorkerError:
-    ranks = ", ".join(f"{rank} (pid {worker.pid})" for rank, worker in workers.items())
-    hints = "".join(worker.log_hint() for worker in workers.values())
-    return WorkerError(
-        f"worker ranks {ranks} were silent for {timeout_seconds:.0f} s{hints}",
-        failure=WorkerFailure.TIMEOUT,
-    )

@@ -1,27 +1,44 @@
-"""One Prefect server for all end-to-end tests, and a home of Prefect that is thrown away."""
+"""One Prefect server for all end-to-end tests, with a worker for those that want one."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect_processes import DEPLOY, Prefect, Worker
 
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder where Prefect keeps its database, made anew for this session."""
+    """Give the home of Prefect for processes that start a server of their own."""
     return tmp_path_factory.mktemp("prefect")
 
 
 @pytest.fixture(scope="session")
-def prefect_api(prefect_home: Path) -> Iterator[str]:
-    """Run Prefect's test server, used by every flow in this process; give its URL."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
-    from prefect.testing.utilities import prefect_test_harness
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    """Run a server as the README of the deployments starts it."""
+    server = Prefect(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.stop()
 
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    with (
-        temporary_settings({PREFECT_HOME: prefect_home}),
-        prefect_test_harness(server_startup_timeout=120),
-    ):
-        yield PREFECT_API_URL.value()
+
+@pytest.fixture(scope="session")
+def worker(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Run a worker, with the repository's deployments, as that README does it."""
+    worker = Worker(prefect, tmp_path_factory.mktemp("worker"))
+    worker.start()
+    deployed = prefect.command(DEPLOY)
+    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(scope="session")
+def prefect_api(prefect: Prefect) -> Iterator[str]:
+    """Let every flow in this process use the server; give its URL."""
+    from prefect.logging.handlers import APILogHandler
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+    with temporary_settings({PREFECT_HOME: prefect.home, PREFECT_API_URL: prefect.api_url}):
+        yield prefect.api_url
+        APILogHandler().flush()  # while the server is there

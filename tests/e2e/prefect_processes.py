@@ -1,14 +1,14 @@
 """A Prefect server and a worker as processes of their own, and what a person does with them."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,6 +18,14 @@ from prefect.client.orchestration import SyncPrefectClient
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 90.0
+COMMANDS = re.search(
+    r"```bash\n(.*?)```",
+    (ROOT / "deployments" / "README.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+assert COMMANDS is not None
+# What the README of the deployments has a newcomer type.
+SERVER, _, WORKER, DEPLOY, RUN = COMMANDS[1].splitlines()
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -37,12 +45,39 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefect:
-    """A server, as the commands and the client reach it."""
+    """A server that can be stopped and started again; its commands and its client."""
 
-    api_url: str
-    environment: dict[str, str]
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "prefect"
+        port = _free_port()
+        self.api_url = f"http://127.0.0.1:{port}/api"
+        self.environment = {
+            **{
+                name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+            },
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_API_URL": self.api_url,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # So soon does a run ask again that waits for another.
+            "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
+            "DO_NOT_TRACK": "1",
+            "NO_COLOR": "1",
+            "COLUMNS": "200",
+        }
+        self._command = f"{SERVER} --port {port}"
+        self._log_path = folder / "server.txt"
+        self._exits = ExitStack()
+
+    def start(self) -> None:
+        """Start the server on its port and its database, and wait until it answers."""
+        self._exits.enter_context(_running(self._command, self._log_path, self))
+        with self.client() as client:
+            wait_until(lambda: client.api_healthcheck() is None, f"server at {self.api_url}")
+
+    def stop(self) -> None:
+        self._exits.close()
 
     def client(self) -> SyncPrefectClient:
         return SyncPrefectClient(api=self.api_url)
@@ -78,11 +113,27 @@ class Prefect:
 
 
 class Worker:
-    """A process worker; its flow processes, and their engines, are below it."""
+    """A process worker that can be started again; its flow processes, and their engines, below."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    def __init__(self, prefect: Prefect, folder: Path) -> None:
+        self._prefect = prefect
+        self._folder = folder
+        self._num_starts = 0
+        self._exits = ExitStack()
+
+    def start(self) -> None:
+        """Start it, and wait until it has told the server that it is there."""
+        self._num_starts += 1
+        name = f"worker-{self._num_starts}"
+        log_path = self._folder / f"{name}.txt"
+        process = self._exits.enter_context(
+            _running(f"{WORKER} --name {name}", log_path, self._prefect)
+        )
         self.process = psutil.Process(process.pid)
-        self._log_path = log_path
+        wait_until(lambda: "started!" in log_path.read_text(encoding="utf-8"), name)
+
+    def stop(self) -> None:
+        self._exits.close()
 
     def named(self, part: str) -> list[psutil.Process]:
         """Return the living processes below the worker whose command line has this part."""
@@ -98,58 +149,11 @@ class Worker:
     def engines(self) -> list[psutil.Process]:
         return self.named("engine.worker")
 
-    @property
-    def said(self) -> str:
-        return self._log_path.read_text(encoding="utf-8")
 
-
-def free_port() -> int:
+def _free_port() -> int:
     """Return a port of this host that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
-
-
-@contextmanager
-def running_server(folder: Path, command: str, port: int | None = None) -> Iterator[Prefect]:
-    """Start the server on a port that is free, or on this one, with its home in the folder."""
-    port = free_port() if port is None else port
-    url = f"http://127.0.0.1:{port}/api"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PREFECT_HOME": str(folder / "prefect"),
-        "PREFECT_API_URL": url,
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        "NO_COLOR": "1",
-        "COLUMNS": "200",
-    }
-    prefect = Prefect(api_url=url, environment=environment)
-    with _running(f"{command} --port {port}", folder / "server.txt", prefect):
-        with prefect.client() as client:
-            wait_until(lambda: client.api_healthcheck() is None, f"server at {url}")
-        yield prefect
-
-
-@contextmanager
-def running_worker(prefect: Prefect, folder: Path, command: str, name: str) -> Iterator[Worker]:
-    """Start a worker, and wait until it has told the server that it is there."""
-    log_path = folder / f"{name}.txt"
-    with _running(f"{command} --name {name}", log_path, prefect) as process:
-        worker = Worker(process, log_path)
-        wait_until(lambda: "started!" in worker.said, f"worker {name}")
-        yield worker
-
-
-@contextmanager
-def running_deployed_worker(
-    prefect: Prefect, folder: Path, command: str, *, deploy: str
-) -> Iterator[Worker]:
-    """Start a worker that the deployments of the repository are deployed for."""
-    with running_worker(prefect, folder, command, "first") as first:
-        deployed = prefect.command(deploy)
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-        yield first
 
 
 @contextmanager

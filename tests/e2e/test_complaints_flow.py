@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from job_builders import make_job, note_asked, questions, read_rows
+from prefect_processes import Prefect
 
 from engine import WorkerError, WorkerFailure
 from flows import job_run
@@ -43,18 +44,11 @@ def test_a_flow_that_is_run_again_asks_for_the_rows_of_the_shard_that_failed_alo
     assert len(read_rows(output_path_of(config))) == 9
 
 
-def test_prefect_is_told_of_shards_and_never_of_rows(tmp_path: Path, prefect_home: Path) -> None:
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
-
+def test_prefect_is_told_of_shards_and_never_of_rows(tmp_path: Path, prefect: Prefect) -> None:
     rows = [{"id": f"Zeile-{i}", "prompt": f"Stecknadel {i}", "note": "Heu"} for i in range(4)]
     config = make_job(tmp_path, rows, shards=2, sampling={"min_tokens": 30, "max_tokens": 30})
     assert run_flow(config).name == "Completed"
-    database_path = Path(str(PREFECT_API_DATABASE_CONNECTION_URL.value()).split("///")[1])
-    stored = b"".join(
-        path.read_bytes()
-        for path in [*database_path.parent.glob("*.db*"), *prefect_home.rglob("*")]
-        if path.is_file()
-    )
+    stored = b"".join(path.read_bytes() for path in prefect.home.rglob("*") if path.is_file())
     assert b"shard-0001" in stored
     texts = [line["text"] for line in read_rows(output_path_of(config))]
     for needle in ("Stecknadel", "Heu", *texts):

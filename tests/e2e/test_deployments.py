@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -24,15 +25,7 @@ from prefect.client.schemas.filters import (
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
-from prefect_processes import (
-    ROOT,
-    Prefect,
-    Worker,
-    is_alive,
-    running_deployed_worker,
-    running_server,
-    wait_until,
-)
+from prefect_processes import ROOT, RUN, Prefect, Worker, is_alive, wait_until
 
 from flows.ledger import Ledger
 from flows.schema import JobState
@@ -40,13 +33,7 @@ from flows.schema import JobState
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_ROWS = 96
-COMMANDS = re.search(
-    r"```bash\n(.*?)```",
-    (ROOT / "deployments" / "README.md").read_text(encoding="utf-8"),
-    re.DOTALL,
-)
-assert COMMANDS is not None
-SERVER, _, WORKER, DEPLOY, RUN = COMMANDS[1].splitlines()
+ADHOC, NIGHTLY = "batch-inference/adhoc", "batch-inference/nightly-eval"
 # Two engines at a time, and more seconds of work than a command takes to start.
 SLOW: dict[str, Any] = {
     "sampling": {"max_tokens": 16, "temperature": 1.0},
@@ -59,41 +46,44 @@ SLOW: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deployments")
+AUTOMATIONS = runpy.run_path(str(ROOT / "deployments" / "automations.py"))
 
 
 @pytest.fixture(scope="module")
-def prefect(folder: Path) -> Iterator[Prefect]:
-    with running_server(folder, SERVER) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(prefect: Prefect, folder: Path) -> Iterator[Worker]:
-    with running_deployed_worker(prefect, folder, WORKER, deploy=DEPLOY) as first:
-        yield first
-
-
-@pytest.fixture(scope="module")
-def told(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Give the URL of a webhook, and the list of what it is told."""
-    messages: list[dict[str, Any]] = []
+def told(prefect: Prefect) -> Iterator[list[str]]:
+    """Make the automations, and give the list of what the webhook is told."""
+    messages: list[str] = []
 
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            messages.append(json.loads(body)["text"])
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+    with HTTPServer(("127.0.0.1", 0), Hook) as server, pytest.MonkeyPatch.context() as patch:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/secret-path", messages
+        url = f"http://127.0.0.1:{server.server_port}/secret-path"
+        patch.setenv("TOKENMILL_WEBHOOK_URL", url)
+        with temporary_settings({PREFECT_API_URL: prefect.api_url}):
+            AUTOMATIONS["main"]()
+            AUTOMATIONS["main"]()  # again, as after an update
+        yield messages
+        with prefect.client() as client:
+            for automation in client.read_automations():
+                client.delete_automation(automation.id)
         server.shutdown()
+
+
+def wait_for_message(told: list[str], start: str) -> str:
+    def find() -> str | None:
+        return next((text for text in told if text.startswith(start)), None)
+
+    found: str = wait_until(find, f"the webhook is told: {start}")
+    return found
 
 
 def write_yaml(path: Path, job: dict[str, Any]) -> str:
@@ -123,20 +113,35 @@ def shard_lines(prefect: Prefect, run_id: UUID) -> list[dict[str, str]]:
     return [dict(re.findall(r"(\w+)=(\w+)", line)) for line in lines if line.startswith("shard=")]
 
 
-def test_the_commands_of_the_readme_answer_the_rows_of_the_night(
+def test_the_commands_of_the_readme_answer_the_rows_of_the_night_once_the_night_before_is_over(
     prefect: Prefect, worker: Worker, tmp_path: Path
 ) -> None:
+    before = make_job(
+        tmp_path, questions(16), sampling={"max_tokens": 60, "min_tokens": 60}, shards=1,
+        engine__scheduler={"max_num_seqs": 16}, engine__runtime={"mock_step_seconds": 0.1},
+    )  # fmt: skip
+    before_id = prefect.run_deployment(NIGHTLY, config=before.model_dump(mode="json"))
     night = yaml.safe_load((ROOT / "configs/jobs/nightly.yaml").read_text(encoding="utf-8"))
-    night |= {"job_dir": str(tmp_path), "ledger_url": f"sqlite:///{tmp_path}/ledger.sqlite"}
+    folder = tmp_path / "night"
+    night |= {"job_dir": str(folder), "ledger_url": f"sqlite:///{tmp_path}/night.sqlite"}
     path = write_yaml(tmp_path / "nightly.yaml", night)
     assert RUN.count("configs/jobs/nightly.yaml") == 1
     watched = prefect.command(RUN.replace("configs/jobs/nightly.yaml", path))
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert "Flow run finished successfully in 'Completed'." in watched.stdout
-    assert len(read_rows(tmp_path / "output.jsonl")) == 16
+    assert len(read_rows(folder / "output.jsonl")) == 16
     run_id = UUID(re.findall(r"UUID: (\S+)", watched.stdout)[0])
     _check_lines(prefect, run_id)
     _check_artifacts(prefect, run_id)
+    with prefect.client() as client:
+        assert "AwaitingConcurrencySlot" in [s.name for s in client.read_flow_run_states(run_id)]
+        ended, began = (
+            client.read_flow_run(before_id).end_time,
+            client.read_flow_run(run_id).start_time,
+        )
+    assert ended is not None
+    assert began is not None
+    assert ended < began
 
 
 def _check_lines(prefect: Prefect, run_id: UUID) -> None:
@@ -164,9 +169,8 @@ def _check_artifacts(prefect: Prefect, run_id: UUID) -> None:
     assert re.search(r"^4/4 rows, 0 failed, \d+ tokens/s, \d+ tokens$", progress.description)
     table = json.loads(found["shards"].data)
     assert [row["shard"] for row in table] == ["0000", "0001", "0002", "0003"]
-    assert {(row["ok"], row["failed"], row["resumed"], row["preemptions"]) for row in table} == {
-        (4, 0, 0, 0)
-    }
+    figures = {(row["rows"], row["failed"], row["resumed"], row["preemptions"]) for row in table}
+    assert figures == {(4, 0, 0, 0)}
     job_id = f"nightly-{str(run_id)[:8]}"
     assert f"tokenmill export {job_id} --output answers.jsonl" in found["summary"].data
 
@@ -178,57 +182,29 @@ def test_a_wrong_value_is_refused_with_its_name_and_no_run_is_made(
     with prefect.client() as client:
         known = len(client.read_flow_runs())
         with pytest.raises(PrefectHTTPStatusError) as refused:
-            prefect.run_deployment("batch-inference/adhoc", config=job | {"shards": 0})
+            prefect.run_deployment(ADHOC, config=job | {"shards": 0})
         assert "Validation failed for field 'config.shards'" in refused.value.response.text
         assert len(client.read_flow_runs()) == known
-        schema = client.read_deployment_by_name("batch-inference/adhoc").parameter_openapi_schema
+        schema = client.read_deployment_by_name(ADHOC).parameter_openapi_schema
     form = schema["definitions"]["JobConfig"]["properties"]
     assert form["shards"]["description"].startswith("Parts that are leased, retried and shown")
     assert "path of its YAML file" in schema["properties"]["config"]["description"]
 
 
-def test_automations_are_made_once_and_a_failed_run_is_told_of_and_retry_goes_on_with_its_job(
-    prefect: Prefect, worker: Worker, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_automations_are_made_once_and_tell_of_a_run_with_too_many_bad_rows(
+    prefect: Prefect, worker: Worker, told: list[str], tmp_path: Path
 ) -> None:
-    webhook, messages = told
-    script = runpy.run_path(str(ROOT / "deployments" / "automations.py"))
-    monkeypatch.setenv("TOKENMILL_WEBHOOK_URL", webhook)
-    with temporary_settings({PREFECT_API_URL: prefect.api_url}):
-        script["main"]()
-        script["main"]()
     deployed = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text(encoding="utf-8"))
     beat = float(deployed["definitions"]["environment"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
-    assert script["SILENCE"].total_seconds() == 3 * beat
+    assert AUTOMATIONS["SILENCE"].total_seconds() >= 3 * beat
     with prefect.client() as client:
         assert len(client.read_automations()) == 2
-
-    one_engine = {"engine__device_ids": [0], "engine__runtime": {"mock_step_seconds": 0.1}}
-    job = job_mapping(tmp_path, questions(NUM_ROWS), **SLOW | one_engine | {"job_id": None})
-    job["max_runtime_seconds"] = 5
-    path = write_yaml(tmp_path / "job.yaml", job)
-    run_id = prefect.run_deployment("batch-inference/adhoc", config=path)
-    job_id = f"job-{str(run_id)[:8]}"
+    job = make_job(tmp_path, [*questions(2), "{"], job_id=None, max_failed_rows=0)
+    run_id = prefect.run_deployment(ADHOC, config=job.model_dump(mode="json"))
     prefect.wait_for_state(run_id, "Failed")
-    before = committed(job, job_id)
-    assert 0 < len(before) < NUM_ROWS
-    wait_until(lambda: messages, "a message to the webhook")
-    assert messages[0]["text"].startswith(f"Flow run {job_id} is Failed: ")
-    assert f"tokenmill resume {job_id}" in messages[0]["text"]
-
-    del job["max_runtime_seconds"]
-    job["engine"]["runtime"] = {"mock_step_seconds": 0.0}
-    write_yaml(tmp_path / "job.yaml", job)
-    with prefect.client() as client:  # as the button of the UI does it
-        client.set_flow_run_state(run_id, AwaitingRetry())
-    prefect.wait_for_state(run_id, "Completed")
-    after = committed(job, job_id)
-    assert len(after) == NUM_ROWS
-    assert {row_id: after[row_id] for row_id in before} == before
-    wait_until(
-        lambda: [n["state"] for n in shard_lines(prefect, run_id)].count("done") == 4,
-        "each shard has told its end",
-    )
-    assert sum(int(n["rows_ok"]) for n in shard_lines(prefect, run_id)) == NUM_ROWS
+    message = wait_for_message(told, f"Flow run job-{str(run_id)[:8]} is Failed: ")
+    assert "max_failed_rows" in message
+    assert f"/runs/flow-run/{run_id}" in message
 
 
 def test_cancelled_runs_are_over_within_seconds_and_their_jobs_can_be_resumed(
@@ -239,7 +215,7 @@ def test_cancelled_runs_are_over_within_seconds_and_their_jobs_can_be_resumed(
     for folder in folders:
         folder.mkdir()
         jobs.append(make_job(folder, questions(NUM_ROWS), **SLOW).model_dump(mode="json"))
-    runs = [prefect.run_deployment("batch-inference/adhoc", config=job) for job in jobs]
+    runs = [prefect.run_deployment(ADHOC, config=job) for job in jobs]
     for job in jobs:
         wait_until(lambda job=job: num_ok(job, "job-1") >= 2, "some rows are done")
     engines = worker.engines()
@@ -280,21 +256,47 @@ def _resume(folder: Path) -> None:
     assert {row_id: after[row_id] for row_id in before} == before
 
 
-def test_a_killed_worker_and_flow_leave_no_engine_behind_and_a_job_to_resume(
-    prefect: Prefect, worker: Worker, folder: Path, tmp_path: Path
+def test_a_killed_worker_and_flow_leave_no_engine_behind_and_retry_goes_on_with_the_job(
+    prefect: Prefect, worker: Worker, told: list[str], tmp_path: Path
 ) -> None:
-    config = make_job(tmp_path, questions(NUM_ROWS), **SLOW)
-    job = config.model_dump(mode="json")
-    prefect.run_deployment("batch-inference/adhoc", config=job)
-    wait_until(lambda: num_ok(job, "job-1") >= 2, "some rows are done")
+    with prefect.client() as client:
+        AUTOMATIONS["save"](client, AUTOMATIONS["crash_vanished_runs"](timedelta(seconds=20)))
+    job = job_mapping(tmp_path, questions(NUM_ROWS), **SLOW | {"job_id": None})
+    path = write_yaml(tmp_path / "job.yaml", job)
+    run_id = prefect.run_deployment(ADHOC, config=path)
+    job_id = f"job-{str(run_id)[:8]}"
+    wait_until(lambda: num_ok(job, job_id) >= 2, "some rows are done")
     (flow,) = worker.named("prefect.engine")
     engines = worker.engines()
     assert len(engines) == 2
     worker.process.kill()
-    wait_until(lambda: num_ok(job, "job-1") >= 6, "the flow goes on without its worker")
+    late_id = prefect.run_deployment(NIGHTLY, config=path)
+    wait_until(lambda: num_ok(job, job_id) >= 6, "the flow goes on without its worker")
     assert len([process for process in engines if is_alive(process)]) == 2
     flow.kill()
     wait_until(
         lambda: not [p for p in (flow, *engines) if is_alive(p)], "the engines end with their flow"
     )
-    _resume(tmp_path)
+    wait_for_message(told, f"Flow run {job_id} is Crashed: no heartbeat for 20 s: ")
+    with prefect.client() as client:
+        name = client.read_flow_run(late_id).name
+        wait_for_message(told, f"Flow run {name} is Late: ")
+        client.delete_flow_run(late_id)
+
+    before = committed(job, job_id)
+    assert 6 <= len(before) < NUM_ROWS
+    job["engine"]["runtime"] = {"mock_step_seconds": 0.0}
+    write_yaml(tmp_path / "job.yaml", job)
+    with prefect.client() as client:  # as the button of the UI does it
+        client.set_flow_run_state(run_id, AwaitingRetry())
+    worker.start()
+    prefect.wait_for_state(run_id, "Completed")
+    after = committed(job, job_id)
+    assert len(after) == NUM_ROWS
+    assert {row_id: after[row_id] for row_id in before} == before
+    wait_until(
+        lambda: (
+            sum(int(n["rows_ok"]) for n in shard_lines(prefect, run_id)) == NUM_ROWS - len(before)
+        ),
+        "each shard has told of the rows that were left",
+    )

@@ -13,6 +13,7 @@ from job_builders import make_job, questions, read_rows, run_job, write_job
 from ledger_builders import ELSEWHERE
 
 from engine import ConfigError, ExitCode, WorkerError, WorkerFailure
+from flows import job_run
 from flows.cli import main
 from flows.config import JobConfig
 from flows.job_run import JobRun
@@ -104,6 +105,23 @@ class TestFlow:
         }  # fmt: skip
         with Ledger.open(config.resolved_ledger_url) as ledger:
             assert ledger.get_job("job-1").num_ok == 6
+
+    def test_a_run_that_loses_its_concurrency_slot_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from prefect._internal.concurrency.cancellation import WatcherThreadCancelScope
+
+        run_shard = job_run.run_shard
+        with WatcherThreadCancelScope() as scope:  # as Prefect holds a slot for a flow run
+
+            def lose_the_slot(*arguments: Any, **options: Any) -> Any:
+                scope.cancel()
+                return run_shard(*arguments, **options)
+
+            monkeypatch.setattr(job_run, "run_shard", lose_the_slot)
+            state = run_flow(make_job(tmp_path, questions(9), shards=3))
+        assert scope.cancelled()
+        assert (state.name, state.message.split(";")[0]) == ("Completed", "9 ok, 0 failed")
 
     def test_a_fault_of_the_configuration_is_the_message_of_the_flow(self, tmp_path: Path) -> None:
         state = run_flow(make_job(tmp_path, [*questions(1), *questions(1)]))

@@ -3,27 +3,24 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from job_builders import make_job, questions, read_rows, write_job
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterName,
-)
-from prefect_processes import ROOT, Prefect, free_port, running_server, wait_until
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect_processes import ROOT, Prefect, Worker, wait_until
 from torture.invariants import LedgerState, check_state, read_state
 
+from flows.config import JobConfig
 from flows.preparation import output_path_of, resolve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-SERVER = "prefect server start --host 127.0.0.1"
-OUTAGE_SECONDS = 15.0
+# With the seconds that a server takes to start it is away for some fifteen.
+OUTAGE_SECONDS = 9.0
 # Two engines, and shards that are short enough to begin and to end while the server is away.
 JOB: dict[str, Any] = {
     "shards": 8,
@@ -35,109 +32,49 @@ JOB: dict[str, Any] = {
 }
 
 
-class Server:
-    """A server that can be stopped, and started again on its port and its database."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._port = free_port()
-        self._exits = ExitStack()
-
-    def start(self) -> Prefect:
-        return self._exits.enter_context(running_server(self._folder, SERVER, self._port))
-
-    def stop(self) -> None:
-        self._exits.close()
+def state_of(config: JobConfig) -> LedgerState:
+    assert config.job_id is not None
+    return read_state(config.resolved_ledger_url, config.job_id)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
+def num_answers(config: JobConfig) -> int:
+    path = output_path_of(resolve(config))
+    return len(read_rows(path)) if path.is_file() else 0
 
 
-class Job:
-    """`tokenmill run` as a process of its own."""
-
-    def __init__(
-        self, prefect: Prefect, folder: Path, job_id: str, num_rows: int, **settings: str
-    ) -> None:
-        changes = JOB | {"job_id": job_id}
-        self.config = make_job(folder, questions(num_rows), **changes)
-        self.job_id = job_id
-        self._log_path = folder / "said.txt"
-        with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", "from flows.cli import main; main()", "run",
-                 str(write_job(folder, **changes))],
-                cwd=ROOT, env=prefect.environment | settings, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self._log_path.read_text(encoding="utf-8")
-
-    @property
-    def state(self) -> LedgerState:
-        return read_state(self.config.resolved_ledger_url, self.job_id)
-
-    @property
-    def num_done(self) -> int:
-        return len(self.state.completions)
-
-    @property
-    def num_answers(self) -> int:
-        path = output_path_of(resolve(self.config))
-        return len(read_rows(path)) if path.is_file() else 0
-
-    def longest_pause(self, since: float, until: float) -> float:
-        """Return the longest time without a commit between two moments of the clock."""
-        commits = sorted(row["committed_at"] for row in self.state.completions.values())
-        within = [since, *(at for at in commits if since < at < until), until]
-        return max(later - earlier for earlier, later in pairwise(within))
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Give a list of jobs that are ended with the test."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        if job.process.poll() is None:
-            job.process.kill()
-            job.process.wait()
+def longest_pause(state: LedgerState, since: float, until: float) -> float:
+    """Return the longest time without a commit between two moments of the clock."""
+    commits = sorted(row["committed_at"] for row in state.completions.values())
+    within = [since, *(at for at in commits if since < at < until), until]
+    return max(later - earlier for earlier, later in pairwise(within))
 
 
 def test_shards_go_on_and_begin_while_the_server_is_down_and_the_run_is_shown_right_afterwards(
-    server: Server, jobs: list[Job], tmp_path: Path
+    prefect: Prefect, worker: Worker, tmp_path: Path
 ) -> None:
-    prefect = server.start()
-    job = Job(prefect, tmp_path, "down", num_rows=176)
-    jobs.append(job)
-    wait_until(lambda: job.num_done >= 4, "both shards answer")
+    config = make_job(tmp_path, questions(72), **JOB)
+    run_id = prefect.run_deployment("batch-inference/adhoc", config=config.model_dump(mode="json"))
+    wait_until(lambda: len(state_of(config).completions) >= 4, "both shards answer")
     stopped_at = time.time()
-    server.stop()
+    prefect.stop()
     time.sleep(OUTAGE_SECONDS)
+    prefect.start()
     up_again_at = time.time()
-    server.start()
-    assert job.process.wait(90) == 0, job.said
-    assert job.longest_pause(stopped_at, up_again_at) < 3
-    shards = job.state.shards
-    assert any(stopped_at < shard["started_at"] < up_again_at for shard in shards)
-    assert {shard["attempt"] for shard in shards} == {1}  # no lease was lost
-    check_state(job.state, 176)
-    assert job.num_answers == 176
-    _check_what_is_shown(prefect, job)
+    prefect.wait_for_state(run_id, "Completed")
+    state = state_of(config)
+    assert longest_pause(state, stopped_at, up_again_at) < 3
+    assert any(stopped_at < shard["started_at"] < up_again_at for shard in state.shards)
+    assert {shard["attempt"] for shard in state.shards} == {1}  # no lease was lost
+    check_state(state, 72)
+    assert num_answers(config) == 72
+    _check_what_is_shown(prefect, run_id)
 
 
-def _check_what_is_shown(prefect: Prefect, job: Job) -> None:
-    by_name = FlowRunFilter(name=FlowRunFilterName(any_=[job.job_id]))
+def _check_what_is_shown(prefect: Prefect, run_id: UUID) -> None:
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
     with prefect.client() as client:
-        (flow_run,) = client.read_flow_runs(flow_run_filter=by_name)
-        task_runs = client.read_task_runs(flow_run_filter=by_name)
-        artifacts = {str(a.key) for a in client.read_artifacts(flow_run_filter=by_name)}
-    assert flow_run.state_name == "Completed"
+        task_runs = client.read_task_runs(flow_run_filter=of_run)
+        artifacts = {str(a.key) for a in client.read_artifacts(flow_run_filter=of_run)}
     assert {run.name: run.state_name for run in task_runs} == {
         f"shard-{index:04d}": "Completed" for index in range(8)
     }
@@ -145,19 +82,34 @@ def _check_what_is_shown(prefect: Prefect, job: Job) -> None:
 
 
 def test_a_job_ends_with_every_row_and_its_output_when_the_server_is_gone_for_good(
-    server: Server, jobs: list[Job], tmp_path: Path
+    prefect: Prefect, worker: Worker, tmp_path: Path
 ) -> None:
+    config = make_job(tmp_path, questions(40), **JOB)
     # As many tries as by default take Prefect more than two minutes.
-    impatient = {"PREFECT_CLIENT_MAX_RETRIES": "1"}
-    job = Job(server.start(), tmp_path, "gone", num_rows=40, **impatient)
-    jobs.append(job)
-    wait_until(lambda: job.num_done >= 4, "both shards answer")
-    server.stop()
-    wait_until(lambda: job.num_answers == 40, "the output is written")
-    state = job.state
-    assert state.job is not None
-    assert state.job["state"] == "finished"
-    check_state(state, 40)
-    assert job.process.wait(90) == 0, job.said
-    assert "Prefect's server does not answer any more" in job.said
-    assert "Traceback" not in job.said
+    environment = prefect.environment | {"PREFECT_CLIENT_MAX_RETRIES": "0"}
+    log_path = tmp_path / "said.txt"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from flows.cli import main; main()", "run",
+             str(write_job(tmp_path, **JOB))],
+            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    worker.stop()  # one that has missed its server asks again late
+    try:
+        wait_until(lambda: len(state_of(config).completions) >= 4, "both shards answer")
+        prefect.stop()
+        wait_until(lambda: num_answers(config) == 40, "the output is written")
+        state = state_of(config)
+        assert state.job is not None
+        assert state.job["state"] == "finished"
+        check_state(state, 40)
+        assert process.wait(90) == 0, log_path.read_text(encoding="utf-8")
+    finally:
+        process.kill()
+        process.wait()
+        prefect.stop()
+        prefect.start()
+        worker.start()
+    said = log_path.read_text(encoding="utf-8")
+    assert "Prefect's server does not answer any more" in said
+    assert "Traceback" not in said

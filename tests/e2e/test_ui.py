@@ -3,6 +3,7 @@
 With TOKENMILL_UI_PICTURES=FOLDER a picture of each page is left there.
 """
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from uuid import UUID
 import pytest
 from job_builders import make_job, questions
 from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
-from prefect_processes import Prefect, Worker, running_deployed_worker, running_server, wait_until
+from prefect_processes import Prefect, Worker, wait_until
 
 from flows.config import JobConfig
 
@@ -32,19 +33,20 @@ pytestmark = [
     ),
 ]
 
-SERVER = "prefect server start --host 127.0.0.1"
-WORKER = "PREFECT_WORKER_QUERY_SECONDS=1 prefect worker start --pool tokenmill --type process"
-DEPLOY = "prefect --no-prompt deploy --all --prefect-file deployments/prefect.yaml"
 DEPLOYMENT = "batch-inference/adhoc"
 JOB_ID = "picture-book"
 PAGE_SECONDS = 30.0
 # Progress goes out every five seconds: two shards, side by side, that are seen on their way.
 STEP_SECONDS = 0.25
 COLUMNS = [
-    *("shard", "state", "rows", "ok", "failed", "pending", "resumed", "tokens/s"),
-    *("output tokens", "prompt tokens", "cached tokens", "deduplicated", "preemptions"),
-    *("worker deaths", "device"),
+    *("shard", "state", "device", "rows", "failed", "resumed", "tokens", "tokens/s"),
+    *("preemptions", "cached", "wasted"),
 ]
+WRONG_JOB = {
+    "name": "a",
+    "sources": [{"path": "a.jsonl"}],
+    "engine": {"model_path": "mock", "scheduler": {"order": "random"}},
+}
 
 
 class Screen:
@@ -122,18 +124,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prefect(folder: Path) -> Iterator[Prefect]:
-    with running_server(folder, SERVER) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def worker(prefect: Prefect, folder: Path) -> Iterator[Worker]:
-    with running_deployed_worker(prefect, folder, WORKER, deploy=DEPLOY) as first:
-        yield first
-
-
-@pytest.fixture(scope="module")
 def run_id(prefect: Prefect, worker: Worker, folder: Path) -> UUID:
     """Ask for a run that takes some twenty seconds."""
     job = make_job(
@@ -194,7 +184,17 @@ def test_the_form_of_the_deployment_says_what_each_setting_of_a_job_is(
     assert {name for name in fields if name.replace("_", " ").title() not in titles} == set()
     assert "A job, or the path of its YAML file where the worker runs." in text
     assert "Folder with config.json, safetensors and the tokenizer." in text  # a section's field
+    assert "Mock Step Seconds (Optional)" not in text
     screen.take_picture("form")
+
+    screen.page.get_by_text("YAML file", exact=True).click()
+    screen.take_picture("form-path")
+
+    screen.page.get_by_text("JSON", exact=True).click()
+    screen.page.locator("textarea").fill(json.dumps(WRONG_JOB))
+    screen.page.get_by_role("button", name="Submit").click()
+    screen.wait_for(".* failed for field 'config.engine.scheduler.order'. .*")
+    screen.take_picture("form-refused")
 
 
 def _as_shown(text: str) -> str:
@@ -211,14 +211,14 @@ def test_a_finished_run_has_a_table_of_its_shards_and_a_summary_with_the_next_co
     screen.take_picture("finished")
 
     screen.follow("shards", to="artifacts/artifact")
-    screen.wait_for(f"{JOB_ID}: the rows of each shard; from.*")
+    screen.wait_for("rows of the job, figures of this run")
     screen.wait_for("0001")
     assert screen.page.locator("th").all_inner_texts() == COLUMNS
     for index, row in enumerate(screen.page.locator("tbody tr").all()):
         cells = [cell.strip() for cell in row.locator("td").all_inner_texts()]
-        assert cells[:7] == [f"{index:04d}", "done", "32", "32", "0", "0", "0"]
+        assert cells[:6] == [f"{index:04d}", "done", "mock", "32", "0", "0"]
         assert float(cells[7]) > 0
-        assert cells[-1] == "mock"
+        assert cells[-1] == "0"
     screen.take_picture("shards")
 
     screen.open(f"runs/flow-run/{run_id}")

@@ -31,7 +31,7 @@ def main(url: str, job_id: str, shard_index: int, batch_rows: int) -> None:
         )
         say("acquired")
         wait_for("write")
-        done = ledger.done_samples(job.job_key, 0, job.num_rows)
+        done = ledger.done_samples(job.job_key, range(job.num_rows))
         end_row = lease.first_row + lease.num_rows
         todo = [index for index in range(lease.first_row, end_row) if index not in done]
         for first in range(0, len(todo), batch_rows):

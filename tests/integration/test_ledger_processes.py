@@ -120,7 +120,7 @@ def test_a_killed_process_loses_no_acknowledged_row_and_its_shard_is_taken_over_
     heir = start_writer(0, batch_rows=500)
     assert heir.hear() == "ready"
     heir.go_on_until("open", "acquire")
-    survived = ledger.done_samples(job.job_key, 0, 5000)
+    survived = ledger.done_samples(job.job_key, range(5000))
     assert set(acknowledged) <= survived.keys()
     assert len(survived) % 7 == 0  # whole commits only
     assert ledger.get_job("job").num_ok == len(survived)

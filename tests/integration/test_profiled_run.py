@@ -101,7 +101,7 @@ def test_trace_of_a_device_tells_waits_for_it_from_waits_for_the_host(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     runtime = {"num_threads": 1, "profile_steps": [1, 4]}
-    with late_device(LateDevice()):
+    with late_device(LateDevice(num_asks=2000)):
         run(tiny_llama, tmp_path, runtime=runtime)
     (path,) = (tmp_path / "profile").iterdir()
     events = [event for event in events_of(path) if event.get("cat") == "user_annotation"]

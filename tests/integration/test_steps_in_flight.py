@@ -24,6 +24,7 @@ from engine import (
 )
 from engine.execution import ExecutionEngine
 from engine.messages import ScheduleBatch, StepDone
+from engine.worker.answers import Patience, receive_from_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiprocess]
 
@@ -49,15 +50,15 @@ def empty_step(step_id: int) -> ScheduleBatch:
     return ScheduleBatch(step_id=step_id, new=[], running=[], preempted=[], finished=[])
 
 
-def test_worker_is_busy_until_each_of_its_steps_is_answered(tmp_path: Path) -> None:
+def test_step_is_in_flight_until_it_is_answered(tmp_path: Path) -> None:
     with engine_of(mock_config(tmp_path, device_ids=[0, 1], tensor_parallel_size=2)) as engine:
-        assert (engine.is_busy, engine.num_in_flight) == (False, 0)
+        assert engine.num_in_flight == 0
         first, second = engine.submit(empty_step(1)), engine.submit(empty_step(2))
-        assert (engine.is_busy, engine.num_in_flight) == (True, 2)
+        assert engine.num_in_flight == 2
         assert first.result().step_id == 1
-        assert (engine.is_busy, engine.num_in_flight) == (True, 1)
+        assert engine.num_in_flight == 1
         assert second.result().step_id == 2
-        assert (engine.is_busy, engine.num_in_flight) == (False, 0)
+        assert engine.num_in_flight == 0
 
 
 def test_asking_for_a_later_step_first_loses_no_answer(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_answer_of_any_rank_to_another_step_is_an_error(tmp_path: Path) -> None:
         step = engine.submit(empty_step(1))
         engine.submit(empty_step(2))
         # Taken out of the pipe behind the engine's back.
-        engine._workers[1].receive(PATIENCE_SECONDS)  # noqa: SLF001
+        receive_from_all(engine._workers[1:], Patience(PATIENCE_SECONDS))  # noqa: SLF001
         with pytest.raises(WorkerError, match="the answer to step 1 was lost: that to 2 came"):
             step.result()
 

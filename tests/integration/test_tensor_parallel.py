@@ -198,7 +198,7 @@ def test_only_the_rank_that_hangs_is_named_by_the_watchdog(tmp_path: Path) -> No
     with OfflineInference(two_mock_ranks(tmp_path, watchdog_seconds=2)) as llm:
         workers = [psutil.Process(pid) for pid in llm.worker_pids]
         os.kill(llm.worker_pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"worker ranks 1 \(pid \d+\) were silent for 2 s"):
+        with pytest.raises(WorkerError, match=r"worker rank 1 \(pid \d+\) was silent for 2 s"):
             llm.generate(PROMPTS, GREEDY)
         assert [worker.is_running() for worker in workers] == [False, False]
 

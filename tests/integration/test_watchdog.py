@@ -1,31 +1,40 @@
-"""A worker that hangs, and an answer that is lost, end in a WorkerError that tells all."""
+"""A worker that hangs, and an answer that is lost, end in a WorkerError that tells all.
+
+The watchdog finds it; one who wants to end does not wait for the watchdog.
+"""
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from engine import (
     EngineConfig,
     GenerateRequest,
     OfflineInference,
+    PartialOutput,
     SamplingParams,
     WorkerError,
     WorkerFailure,
 )
+from engine.worker.answers import Patience, receive_from_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiprocess]
 
 
-def config(tmp_path: Path) -> EngineConfig:
+def config(tmp_path: Path, **runtime: Any) -> EngineConfig:
     return EngineConfig.model_validate(
         {
             "model_path": "mock",
             "device": "mock",
             "log_dir": tmp_path,
-            "runtime": {"watchdog_seconds": 1, "mock_step_seconds": 0.005},
+            "runtime": {"watchdog_seconds": 1, "mock_step_seconds": 0.005} | runtime,
         }
     )
 
@@ -33,7 +42,9 @@ def config(tmp_path: Path) -> EngineConfig:
 def rows() -> Iterator[GenerateRequest]:
     for number in range(1000):
         yield GenerateRequest(
-            request_id=f"row {number}", prompt="x", sampling_params=SamplingParams(temperature=0)
+            request_id=f"row {number}",
+            prompt=f"prompt {number}",
+            sampling_params=SamplingParams(temperature=0),
         )
 
 
@@ -62,7 +73,7 @@ def test_answer_that_is_lost_is_found_by_the_watchdog(tmp_path: Path) -> None:
         next(run)
         # Taken out of the pipe behind the engine's back.
         worker = llm._loop.execution._workers[0]  # type: ignore[union-attr]  # noqa: SLF001
-        worker.receive(30)
+        receive_from_all([worker], Patience(30))
         with pytest.raises(WorkerError, match="was lost"):
             list(run)
 
@@ -79,3 +90,111 @@ def test_engine_that_failed_can_be_entered_again(tmp_path: Path) -> None:
             next(llm.run(rows()))
     with llm:
         assert next(llm.run(rows())).error is None
+
+
+# Who wants to end does not wait for the watchdog, which here would not come before the test's end.
+
+
+@pytest.fixture
+def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OfflineInference]:
+    monkeypatch.setattr("engine.execution._GRACE_SECONDS", 0.5)
+    with OfflineInference(config(tmp_path, watchdog_seconds=3600)) as llm:
+        yield llm
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    status = psutil.Process(pid)
+    while status.status() != psutil.STATUS_STOPPED:
+        pass
+
+
+def is_reaped(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
+
+
+def test_stopping_a_run_whose_worker_hangs_loses_nothing_that_came_back_before(
+    patient: OfflineInference,
+) -> None:
+    [pid] = patient.worker_pids
+    stop = threading.Event()
+    partials: list[PartialOutput] = []
+    run = patient.run(rows(), stop=stop, on_partials=partials.extend, partial_seconds=3600)
+    answered = {next(run).request_id}
+    stop_process(pid)
+    stop.set()
+    with pytest.raises(WorkerError, match="silent") as caught:
+        answered |= {completion.request_id for completion in run}
+    assert is_reaped(pid)
+    told = {partial.request_id for partial in partials if partial.token_ids}
+    assert told.isdisjoint(answered)
+    assert told
+    assert told <= set(caught.value.request_ids)
+
+
+def test_an_error_of_the_caller_comes_out_though_the_worker_hangs(
+    patient: OfflineInference,
+) -> None:
+    [pid] = patient.worker_pids
+
+    def fail_with_an_answer() -> None:
+        with closing(patient.run(rows())) as run:
+            next(run)
+            stop_process(pid)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_with_an_answer()
+    assert is_reaped(pid)
+    with pytest.raises(WorkerError, match="failed while another run"):
+        next(patient.run(rows()))
+
+
+def test_closing_an_engine_whose_worker_hangs_in_the_run_of_another_thread(
+    patient: OfflineInference,
+) -> None:
+    [pid] = patient.worker_pids
+    errors: list[WorkerError] = []
+    stopped, run = threading.Event(), patient.run(rows())
+
+    def wait_in_vain() -> None:
+        next(run)
+        stop_process(pid)
+        stopped.set()
+        try:
+            list(run)
+        except WorkerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    assert stopped.wait(60)
+    patient.close()
+    thread.join()
+    assert is_reaped(pid)
+    assert [error.failure for error in errors] == [WorkerFailure.TIMEOUT]
+
+
+def test_a_worker_that_is_merely_slow_may_end_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.execution._GRACE_SECONDS", 0.1)
+    partials: list[PartialOutput] = []
+    stop = threading.Event()
+    slow = {"watchdog_seconds": 3600, "mock_step_seconds": 1.0}
+    request = GenerateRequest(
+        request_id="row", prompt="x", sampling_params=SamplingParams(temperature=0)
+    )
+
+    def stop_after_the_first_step(found: list[PartialOutput]) -> None:
+        partials.extend(found)
+        stop.set()
+
+    with OfflineInference(config(tmp_path, **slow)) as llm:
+        done = llm.run(
+            [request], stop=stop, on_partials=stop_after_the_first_step, partial_seconds=0.0
+        )
+        assert list(done) == []
+    first, last = partials
+    assert len(first.token_ids) < len(last.token_ids)

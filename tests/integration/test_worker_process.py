@@ -24,8 +24,9 @@ from engine import (
     WorkerError,
     WorkerFailure,
 )
+from engine.worker.answers import Patience, receive_from_all
 from engine.worker.channel import Channel
-from engine.worker.process import WorkerProcess, receive_from_all
+from engine.worker.process import WorkerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiprocess]
 
@@ -193,10 +194,10 @@ def test_a_rank_that_logs_and_waits_does_not_hide_that_another_has_died(tmp_path
     config = mock_config(tmp_path)
     workers = [SpeakingWorker(config, 0, tmp_path / "0.log")]
     try:
-        assert workers[0].channel.wait(PATIENCE_SECONDS)
+        assert Channel.wait_for_any([workers[0].channel], PATIENCE_SECONDS)
         workers.append(SpeakingWorker(config, 1, tmp_path / "1.log"))
         with pytest.raises(WorkerError, match="rank 1 .* ended with exit code 0") as caught:
-            receive_from_all(workers, PATIENCE_SECONDS)
+            receive_from_all(workers, Patience(PATIENCE_SECONDS))
     finally:
         for worker in workers:
             worker.kill()

@@ -17,8 +17,8 @@ import psycopg
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
-import flows.database
 import flows.job_run
+import flows.outages
 from flows import completions, jobs, leases, unfinished
 from flows.database import Database
 from flows.ledger import Ledger
@@ -155,7 +155,7 @@ def _lose_acknowledgement(fuse: Fuse) -> None:
             raise OperationalError("COMMIT", {}, gone)
         return result
 
-    flows.database._OUTAGE_PAUSE_SECONDS = 0.001
+    flows.outages._PAUSE_SECONDS = 0.001
     Database._write_once = write_and_hear_nothing  # type: ignore[method-assign]
 
 

@@ -2,13 +2,21 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from interrupted_jobs import ONE_BY_ONE, after_each_commit
+from job_builders import make_job, questions, run_job
 from ledger_builders import acquire, new_job, ok_row
 from postgres_server import PostgresServer, running_postgres
 
+from engine import ExitCode
+from flows.job_run import JobRun
 from flows.ledger import Ledger
+from flows.schema import JobState
+from flows.shard_writer import AnswersNotStoredError
 from torture.builders import NUM_ROWS, SLOW, MakeJob
+from torture.invariants import read_state
 from torture.random_kills import Witness
 from torture.trace import values
 from torture.victims import Outputs, Victim
@@ -83,6 +91,35 @@ def test_a_job_that_is_killed_while_it_waits_goes_on_when_the_server_is_back(
     assert last.wait() == 1, last.said
     witness.check_the_end()
     assert job.outputs() == expected
+
+
+def test_a_run_whose_time_is_over_while_the_server_is_away_says_what_is_not_stored(
+    server: PostgresServer, ledger_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.outages._STOPPING_SECONDS", 0.5)
+    config = make_job(tmp_path, questions(12), ledger_url=ledger_url, lease_seconds=1, **ONE_BY_ONE)
+    with JobRun.open(config) as run:
+
+        def fall_down(number: int) -> None:
+            if number == 5:
+                server.stop(immediately=True)
+                threading.Timer(0.2, run.stop.set).start()
+
+        with after_each_commit(fall_down), pytest.raises(AnswersNotStoredError) as lost:
+            run.run_shard(0)
+        outcome = run.finish([], {0: lost.value})
+    assert (outcome.state, outcome.exit_code) == (JobState.INTERRUPTED, ExitCode.INTERRUPTED)
+    assert "the last 1 answer(s), since the last commit, are not stored" in outcome.message
+    assert "to go on: tokenmill resume job-1" in outcome.message
+
+    server.start()
+    before = read_state(ledger_url).answers
+    assert len(before) == 5
+    resumed, _ = run_job(config)
+    assert resumed.message.startswith("12 ok, 0 failed")
+    after = read_state(ledger_url).answers
+    assert len(after) == 12
+    assert {key: after[key] for key in before} == before
 
 
 def test_an_export_that_is_cut_off_goes_on_where_it_was(

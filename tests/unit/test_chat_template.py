@@ -1,6 +1,7 @@
 """System messages that a chat template does not take: each policy, and how it is recorded."""
 
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,20 @@ def test_a_lone_surrogate_at_any_depth_of_a_message_is_replaced(folder: Path) ->
     content = parts("the \ud800 cat")
     text = text_of(tokenizer, {"role": "user", "content": content, "extra": {"deep": ["\udfff"]}})
     assert text == "the \ufffd cat\ufffd"
+
+
+# Dates.
+
+
+@pytest.mark.parametrize("call", ['strftime_now("%d %b %Y")', "strftime_now( '%d %b %Y' )"])
+def test_a_date_is_that_of_the_moment_that_is_set_and_no_part_of_what_identifies_a_template(
+    folder: Path, call: str
+) -> None:
+    template = "{% if strftime_now is defined %}{{ " + call + " }}{% endif %}"
+    earlier, later = (
+        tiny_model.load_tokenizer(folder, chat=ChatConfig(chat_template=template, now=now))
+        for now in (datetime(2024, 7, 26), datetime(2026, 1, 31))
+    )
+    assert text_of(earlier, USER) == "26 Jul 2024"
+    assert text_of(later, USER) == "31 Jan 2026"
+    assert earlier.fingerprint() == later.fingerprint()

@@ -16,7 +16,9 @@ import pytest
 from interrupted_jobs import ONE_BY_ONE, after_each_commit, run_at_once, stop_after
 from job_builders import Row, make_job, questions, read_rows, run_job, stored_rows
 
-from engine import ExitCode, OfflineInference, WorkerError, WorkerFailure
+from engine import ExitCode, OfflineInference, WorkerError, WorkerFailure, execution
+from engine.execution import ExecutionEngine, StepFuture
+from engine.messages import ScheduleBatch
 from engine.worker import process
 from flows.console import show_progress
 from flows.job_run import JobRun
@@ -145,6 +147,33 @@ class TestHangs:
         assert outcome.message.startswith("6 ok, 0 failed")
         assert summary.num_worker_deaths == 1
         assert not psutil.pid_exists(worker_pids[0])
+
+    def test_who_stops_a_job_whose_worker_hangs_waits_for_no_watchdog_and_no_other_worker(
+        self, tmp_path: Path, worker_pids: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = make_job(tmp_path, questions(6), job_id="whole", job_dir=str(tmp_path / "whole"))
+        run_job(whole)
+        monkeypatch.setattr(execution, "_GRACE_SECONDS", 0.2)
+        runtime = self.RUNTIME | {"watchdog_seconds": 3600}
+        config = make_job(tmp_path, engine__runtime=runtime, **ONE_BY_ONE)
+        submit = ExecutionEngine.submit
+
+        def hang_and_stop(self: ExecutionEngine, batch: ScheduleBatch) -> StepFuture:
+            if batch.step_id == 20 and self.worker_pids[0] != os.getpid():
+                os.kill(self.worker_pids[0], signal.SIGSTOP)
+                run.stop.set()
+            return submit(self, batch)
+
+        monkeypatch.setattr(ExecutionEngine, "submit", hang_and_stop)
+        with JobRun.open(config) as run:
+            with pytest.raises(WorkerError, match="silent") as caught:
+                run.run_shard(0)
+            outcome = run.finish([], {0: caught.value})
+        assert (outcome.state, outcome.exit_code) == (JobState.INTERRUPTED, ExitCode.INTERRUPTED)
+        assert [psutil.pid_exists(pid) for pid in worker_pids] == [False]
+        assert len(stored_rows(config)) >= 1
+        run_job(make_job(tmp_path, engine__scheduler={"max_num_seqs": 1}))
+        assert output_path_of(config).read_bytes() == output_path_of(whole).read_bytes()
 
     def test_a_worker_that_hangs_after_the_last_row_does_not_keep_the_run(
         self, tmp_path: Path, worker_pids: list[int], monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,6 @@ def test_five_commands_lead_to_a_run():
     assert block is not None
     commands = block[1].splitlines()
     assert len(commands) == 5
-    assert commands[0].startswith("prefect server start --host 127.0.0.1")
+    assert commands[0].endswith("prefect server start --host 127.0.0.1")
     assert commands[-1].startswith("prefect deployment run 'batch-inference/nightly-eval' --param")
     assert commands[-1].endswith("--watch")

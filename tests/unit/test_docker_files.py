@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.ledger_url import LEDGER_URL_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "npu.Dockerfile"]
@@ -54,6 +56,47 @@ def test_a_password_comes_from_the_environment_and_has_no_default():
     given = [*in_urls, SERVICES["postgres"]["environment"]["POSTGRES_PASSWORD"]]
     assert len(given) == 3
     assert all(re.fullmatch(r"\$\{POSTGRES_PASSWORD:\?[^}]*\}", value) for value in given)
+
+
+def test_only_the_worker_knows_the_ledgers_password():
+    assert [
+        name for name, service in SERVICES.items() if LEDGER_URL_VARIABLE in service["environment"]
+    ] == ["worker"]
+
+
+def test_a_login_for_the_server_is_passed_on_and_never_an_empty_one():
+    """An empty one would be asked for too; a name without a value is left out when it is unset."""
+    asked = SERVICES["server"]["environment"]
+    assert asked["PREFECT_SERVER_API_AUTH_STRING"] is None
+    for client in ("deploy", "worker"):
+        environment = SERVICES[client]["environment"]
+        assert environment["PREFECT_API_AUTH_STRING"] is None
+        assert "PREFECT_API_AUTH_STRING" in environment
+
+
+def test_no_service_may_gain_rights_and_none_is_mounted_where_it_could_write_code():
+    for name in ("server", "deploy", "worker"):
+        service = SERVICES[name]
+        assert (service["cap_drop"], service["security_opt"]) == (
+            ["ALL"],
+            ["no-new-privileges:true"],
+        )
+    folders = [v.split(":")[1] for service in SERVICES.values() for v in service.get("volumes", [])]
+    assert [f for f in folders if f.startswith("/opt/") and f != "/opt/tokenmill/runs"] == []
+
+
+def test_folders_that_a_service_writes_belong_to_its_user():
+    """The packages belong to root, and Prefect would copy its UI among them."""
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    owned = set(re.findall(r"install -d -o tokenmill -g tokenmill (.+)$", text, re.M)[0].split())
+    volumes = [
+        v.split(":")
+        for name in ("server", "worker")
+        for v in SERVICES[name]["volumes"]
+        if v.split(":")[0] in COMPOSE["volumes"]
+    ]
+    assert owned == {volume[1] for volume in volumes}
+    assert re.search(r"PREFECT_SERVER_UI_STATIC_DIRECTORY=/home/tokenmill/", text)
 
 
 def test_a_service_that_is_waited_for_tells_its_health():

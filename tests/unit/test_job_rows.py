@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine import ExitCode
 from flows.config import JobConfig
 from flows.experiments import list_experiments
 from flows.job_run import JobOutcome, JobRun
-from flows.ledger import Ledger, PartialRow
+from flows.ledger import CompletionRow, Ledger, PartialRow
 from flows.preparation import output_path_of
 from flows.schema import JobState
 from flows.shard_writer import TooManyFailedRowsError
@@ -126,6 +127,22 @@ class TestDuplicates:
         assert output_path_of(config).read_bytes() == output_path_of(plain).read_bytes()
         assert sum(s.num_deduplicated for s in unfolded) == 0
         assert sum(s.num_deduplicated for s in summaries) == 34  # one shard after the other
+
+    def test_answers_that_another_shard_has_are_fetched_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fetched: list[int] = []
+        read_rows_of_ledger = Ledger.read_rows
+
+        def noted(self: Ledger, job_key: int, row_indices: Collection[int]) -> list[CompletionRow]:
+            fetched.append(len(row_indices))
+            return read_rows_of_ledger(self, job_key, row_indices)
+
+        monkeypatch.setattr(Ledger, "read_rows", noted)
+        config = make_job(tmp_path, same_questions(60, kinds=30), sampling=GREEDY, shards=2)
+        _, summaries = run_job(config)
+        assert [summary.num_deduplicated for summary in summaries] == [0, 30]
+        assert len(fetched) == 1  # not once for each of the 30
 
     def test_rows_that_sample_are_never_folded(self, tmp_path: Path) -> None:
         config = make_job(tmp_path, same_questions(10, kinds=1))

@@ -53,6 +53,17 @@ def when_committed(ledger: Ledger, job_id: str = "job-1") -> dict[int, tuple[flo
         return {row.row_index: (row.committed_at, row.attempt) for row in connection.execute(query)}
 
 
+def test_a_job_keeps_the_date_that_its_templates_write_and_takes_no_other(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    today, another = {"now": "2026-01-31T12:00:00"}, {"now": "2024-07-26"}
+    run_half(make_job(tmp_path, questions(4), engine__chat=today))
+    with pytest.raises(LedgerError, match=r"engine\.chat\.now was 2026-01-31.* is now 2024-07-26"):
+        run_half(make_job(tmp_path, engine__chat=another))
+    run_job(make_job(tmp_path))
+    assert ledger.get_job("job-1").config["engine"]["chat"]["now"] == today["now"]
+
+
 class TestRun:
     def test_a_job_that_biases_tokens_and_scores_prompts_is_taken_up_again(
         self, ledger: Ledger, tmp_path: Path

@@ -196,10 +196,10 @@ def test_done_samples_are_those_of_the_range_with_both_ends(ledger: Ledger) -> N
     job = ledger.create_job(new_job(num_shards=1))
     samples = [replace(ok_row(3), sample_index=index, num_samples=3) for index in (0, 2)]
     ledger.commit(acquire(ledger, job), [ok_row(0), *samples, error_row(5), skipped_row(6)])
-    done = ledger.done_samples(job.job_key, 3, 5)
+    done = ledger.done_samples(job.job_key, range(3, 6))
     assert done == {3: ({0, 2}, 3), 5: ({0}, 1)}
     assert [done[3].is_complete, done[5].is_complete] == [False, True]
-    assert ledger.done_samples(job.job_key, 7, 9) == {}
+    assert ledger.done_samples(job.job_key, range(7, 10)) == {}
 
 
 def test_a_row_counts_when_its_last_sample_is_there_and_as_its_worst_sample(
@@ -272,7 +272,7 @@ def test_a_commit_that_comes_twice_because_the_server_went_away_counts_once(
         return result
 
     monkeypatch.setattr(ledger.database, "_write_once", lose_the_answer)
-    monkeypatch.setattr("flows.database._OUTAGE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("flows.outages._PAUSE_SECONDS", 0.01)
     ledger.commit(lease, [ok_row(0), ok_row(1)])
     assert outcomes == ["lost"]
     assert ledger.get_job("job").num_ok == 2
@@ -312,7 +312,7 @@ def test_threads_share_a_ledger_and_lose_nothing(ledger: Ledger) -> None:
             lease = acquire(ledger, job, shard_index)
             for row_index in range(lease.first_row, lease.first_row + lease.num_rows, 5):
                 ledger.commit(lease, [ok_row(index) for index in range(row_index, row_index + 5)])
-                ledger.done_samples(job.job_key, 0, 399)
+                ledger.done_samples(job.job_key, range(400))
             ledger.release_shard(lease, ShardState.DONE)
         except BaseException as error:  # noqa: BLE001
             failures.append(error)

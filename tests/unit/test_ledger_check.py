@@ -139,7 +139,7 @@ def test_only_the_first_problems_are_kept_and_all_are_counted(
     with Ledger.open(copy) as ledger:
         (found,) = [result for result in check_job(ledger, "job") if not result.is_ok]
     assert (found.name, len(found.problems), found.num_problems) == ("payloads", 5, 6)
-    assert found.problems[0] == "row 'row-1' (row 1, sample 0)"
+    assert found.problems[0] == "row 'row-1' (row 1, sample 0): its text is gone"
 
 
 NEW_COMPLETION = (
@@ -219,7 +219,7 @@ NEW_COMPLETION = (
         (
             ["DELETE FROM payloads WHERE row_index = 2"],
             "payloads",
-            "row 'row-2' (row 2, sample 0)",
+            "row 'row-2' (row 2, sample 0): its text is gone",
         ),
         (
             ["UPDATE payloads SET sample_index = 1 WHERE row_index = 1",

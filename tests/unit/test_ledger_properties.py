@@ -61,7 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 rows.append(self.result(row_index, sample_index, outcome))
         self.ledger.save_partials(lease, partials)
         self.ledger.commit(lease, rows[:1])
-        done = self.ledger.done_samples(job.job_key, 0, job.num_rows)
+        done = self.ledger.done_samples(job.job_key, range(job.num_rows))
         suspects = [row for row in suspects if row not in done or not done[row].is_complete]
         self.ledger.add_suspects(lease, suspects)
         self.ledger.commit(lease, rows[1:])
@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(row_index=st.integers(0, 5))
     def find_a_bad_row(self, row_index: int) -> None:
-        done = self.ledger.done_samples(self.job.job_key, row_index, row_index)
+        done = self.ledger.done_samples(self.job.job_key, [row_index])
         if row_index < self.job.num_rows and not done:
             self.ledger.commit_bad_rows(self.job.job_key, [error_row(row_index)])
 
@@ -112,7 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_samples(self, lease: Lease) -> Iterator[tuple[int, int]]:
         """Yield the samples of a shard that have no result: row 1 has two samples, row 2 three."""
         first, end = lease.first_row, lease.first_row + lease.num_rows
-        done = self.ledger.done_samples(lease.job_key, first, end - 1)
+        done = self.ledger.done_samples(lease.job_key, range(first, end))
         for row_index in range(first, end):
             of_row = done.get(row_index)
             if of_row is None or not of_row.is_complete:

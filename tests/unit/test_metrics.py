@@ -20,6 +20,7 @@ def schedule(collector: StatsCollector, step_id: int = 0, **counts: int) -> None
     defaults = {
         "num_prefill_tokens": 0,
         "num_decode_tokens": 0,
+        "num_repeated_tokens": 0,
         "num_preempted": 0,
         "num_waiting": 0,
         "num_running": 0,
@@ -97,7 +98,9 @@ def test_busy_seconds_are_those_with_a_step_in_flight_counted_once() -> None:
 
 def test_a_run_is_the_sum_of_its_steps() -> None:
     collector = StatsCollector(Clock())
-    schedule(collector, 0, num_prefill_tokens=7, num_running=2, num_preempted=1)
+    schedule(
+        collector, 0, num_prefill_tokens=7, num_repeated_tokens=5, num_running=2, num_preempted=1
+    )
     first = finish(collector, 1)
     schedule(collector, 1, num_decode_tokens=2, num_running=1)
     finish(collector, 2)
@@ -110,6 +113,7 @@ def test_a_run_is_the_sum_of_its_steps() -> None:
         num_cached_tokens=4,
         num_output_tokens=3,
         num_computed_tokens=9,
+        num_repeated_tokens=5,
         num_preemptions=1,
         peak_running=2,
         worker_forward_seconds=0.5,

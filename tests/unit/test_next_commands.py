@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from flows import foreground
 from flows.cli import app
-from flows.config import LEDGER_URL_VARIABLE
+from flows.ledger_url import LEDGER_URL_VARIABLE
 from flows.preparation import resolve
 
 

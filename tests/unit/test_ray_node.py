@@ -4,8 +4,10 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from interrupted_jobs import after_each_commit
@@ -13,13 +15,13 @@ from job_builders import make_job, questions, stored_rows
 from ledger_builders import ELSEWHERE
 from sqlalchemy import update
 
-from engine import ConfigError, WorkerError, WorkerFailure
+from engine import ConfigError, LedgerError, WorkerError, WorkerFailure
 from flows.config import JobConfig
 from flows.job_driver import JobDriver
 from flows.ledger import Ledger
 from flows.owner import Owner
 from flows.preparation import prepare, resolve
-from flows.ray_node import ShardAnswer, ShardNode, ShardSpec, check_paths, watch_driver
+from flows.ray_node import ShardAnswer, ShardNode, ShardSpec, check_host, watch_driver
 from flows.schema import JobState, JobTable, ShardState
 from flows.shard_writer import TooManyFailedRowsError
 
@@ -92,15 +94,17 @@ def test_a_node_stops_in_order_when_the_driver_has_gone(tmp_path: Path) -> None:
     assert shard.lease_owner is None
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_driver_that_is_replaced_or_silent_is_noticed(tmp_path: Path, is_silent: bool) -> None:
+@pytest.mark.parametrize("what_happens", ["replaced", "silent", "ledger broken"])
+def test_a_driver_that_is_replaced_or_silent_is_noticed(tmp_path: Path, what_happens: str) -> None:
     with driven(make_job(tmp_path, questions(2), lease_seconds=1)) as (spec, _, ledger):
         stop, done = threading.Event(), threading.Event()
         watch = threading.Thread(target=watch_driver, args=(spec, ledger, stop, done))
         watch.start()
         assert not stop.wait(1.2)  # longer than the lease: the driver renews it
-        if is_silent:
+        if what_happens == "silent":
             ledger.renew_job = lambda lease: None  # type: ignore[method-assign]
+        elif what_happens == "ledger broken":
+            ledger.find_job = MagicMock(side_effect=LedgerError("gone"))  # type: ignore[method-assign]
         else:
             other = update(JobTable).values(lease_owner=str(ELSEWHERE), lease_epoch=9)
             ledger.database.write(lambda connection: connection.execute(other))
@@ -122,7 +126,10 @@ def test_a_node_that_was_told_to_stop_begins_no_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "complaint"),
     [
-        ("rows.jsonl", r"cannot read the sources: .*rows\.jsonl.* file system that every node has"),
+        (
+            "rows.jsonl",
+            r"cannot use what the job names: .*rows\.jsonl.* file system that every node has",
+        ),
         ("runs/job-1/rows.sqlite", r"has no .*rows\.sqlite \(the job's row index\)"),
     ],
 )
@@ -130,12 +137,21 @@ def test_a_file_that_the_host_does_not_have_is_named(
     tmp_path: Path, missing: str, complaint: str
 ) -> None:
     with driven(make_job(tmp_path, questions(4))) as (spec, _, _):
-        check_paths(spec.shard_job)
+        check_host(spec.shard_job)
         (tmp_path / missing).unlink()
         with pytest.raises(ConfigError, match=rf"host \S+ of the Ray cluster {complaint}"):
-            check_paths(spec.shard_job)
+            check_host(spec.shard_job)
         answer = ShardNode().run_shard(spec)
     assert isinstance(answer.error, ConfigError)
+
+
+def test_a_host_with_another_model_under_the_same_path_is_refused(tmp_path: Path) -> None:
+    with driven(make_job(tmp_path, questions(4))) as (spec, _, _):
+        there = replace(spec.shard_job.job, fingerprint={"model": "0ddba11", "dtype": "float32"})
+        with pytest.raises(
+            ConfigError, match=r"host \S+ .* another model .*model: was 0ddba11, is"
+        ):
+            check_host(replace(spec.shard_job, job=there))
 
 
 def test_a_ledger_that_the_host_cannot_reach_is_named_with_the_host(tmp_path: Path) -> None:

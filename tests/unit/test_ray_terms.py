@@ -134,6 +134,18 @@ def test_the_address_comes_from_the_job_then_from_our_variable_then_from_rays(
         address_of(silent)
 
 
+def test_auto_gives_way_to_rays_variable_and_never_starts_a_ray_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = make_job(tmp_path, questions(1), **ON_RAY | {"ray__address": "auto"})
+    assert address_of(auto) == "auto"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:1")
+    assert address_of(auto) == "10.0.0.3:1"
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # which Ray takes for a wish to start one
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: found 'local', wanted HOST:PORT"):
+        address_of(auto)
+
+
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -160,7 +172,8 @@ def test_without_the_extra_a_job_on_ray_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "flows.ray_runner", raising=False)
+    for name in ("flows.ray_runner", "flows.ray_places"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     sqlite = f"sqlite:///{tmp_path / 'ledger.sqlite'}"  # a server is of no use here
     monkeypatch.setattr("flows.preparation.check_ray", lambda config: None)
     config = make_job(tmp_path, questions(1), **(ON_RAY | {"ledger_url": sqlite}))

@@ -1,5 +1,6 @@
 """Which request runs when: one story a test; the laws are in test_scheduler_properties.py."""
 
+import sys
 import time
 
 import pytest
@@ -134,6 +135,22 @@ def test_a_preempted_request_keeps_its_tokens_and_goes_on() -> None:
     for request in requests:
         assert request.output_token_ids == answer_of(request)
         assert request.epoch == request.num_preemptions
+
+
+@pytest.mark.parametrize("num_steps_in_flight", [1, 2])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_what_is_computed_again_after_a_preemption_is_counted(
+    num_steps_in_flight: int, enable_prefix_caching: bool
+) -> None:
+    rig = make_rig(
+        num_blocks=5,
+        enable_prefix_caching=enable_prefix_caching,
+        num_steps_in_flight=num_steps_in_flight,
+    )
+    rig.add(*(infer_request(uid, [uid] * 6, max_tokens=12) for uid in range(2)))
+    rig.run()
+    num_needed = 2 * (6 + 12 - 1)  # the last token is never computed
+    assert rig.num_repeated_tokens == rig.worker.num_computed_tokens - num_needed > 0
 
 
 @pytest.mark.parametrize("num_steps_in_flight", [1, 2])
@@ -317,6 +334,14 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert running.state is RequestState.RUNNING
     rig.run()
     assert bystander.output_token_ids == answer_of(bystander)
+
+
+def test_a_request_that_ended_in_time_is_not_kept_until_its_deadline() -> None:
+    rig = make_rig()
+    requests = [infer_request(0, deadline=time.monotonic() + 3600), infer_request(1)]
+    rig.add(*requests)
+    rig.run()
+    assert len({sys.getrefcount(request) for request in requests}) == 1
 
 
 def test_a_failed_request_gives_back_its_blocks_and_is_reported_once() -> None:

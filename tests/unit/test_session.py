@@ -32,7 +32,8 @@ class IntakeWithAWitness:
 
 def test_a_request_on_its_way_in_keeps_its_run_from_being_over() -> None:
     intake = IntakeWithAWitness()
-    session = Session(intake, lambda request: EncodedRequest(request=request))  # type: ignore[arg-type]
+    stop = threading.Event()
+    session = Session(intake, lambda request: EncodedRequest(request=request), stop)  # type: ignore[arg-type]
     intake.session = session
     turn = session.take()
     intake.witness.join()

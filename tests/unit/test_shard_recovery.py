@@ -108,6 +108,14 @@ def test_what_no_row_can_cause_is_not_recovered_from(failure: WorkerFailure) -> 
     assert shard.accused == []
 
 
+def test_a_stopped_shard_starts_no_worker_in_the_place_of_one_that_died() -> None:
+    shard = FakeShard(3, {1})
+    shard.is_device_well = False  # another would be found out by its canary
+    shard.accuse = lambda error: setattr(shard, "is_stopped", True) or [1]  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match="killed"):
+        answer_all(shard)
+
+
 def test_a_worker_that_dies_again_and_again_with_nothing_in_flight_ends_the_shard() -> None:
     shard = FakeShard(3, set())
     shard.deaths_to_come = [WorkerError("idle", failure=WorkerFailure.DIED)] * 3

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -356,7 +357,7 @@ def test_worker_that_is_killed_while_it_writes_leaves_no_half_trace(tmp_path: Pa
     [
         ({"log_dir": "job/logs"}, "job/profile"),
         ({"log_dir": "job/logs", "profile_dir": "traces"}, "traces"),
-        ({}, "temporary/tokenmill-profile"),
+        ({}, f"temporary/tokenmill-{os.getuid()}/profile"),
     ],
 )
 def test_traces_go_where_the_settings_say_else_beside_the_logs(

@@ -69,3 +69,18 @@ def test_discarded_request_is_not_served() -> None:
     assert len(queue) == 2
     assert queue.pop(is_long_allowed=True) is requests[1]
     assert queue.requests() == [requests[2]]
+
+
+def test_prompt_tokens_are_counted_while_their_request_waits() -> None:
+    requests = [infer_request(uid, [1] * (uid + 1)) for uid in range(3)]
+    queue = WaitingQueue(SchedulerConfig())
+    counts = []
+    for request in requests:
+        queue.push(request)
+        counts.append(queue.num_prompt_tokens)
+    queue.discard(requests[0])
+    queue.discard(requests[0])
+    counts.append(queue.num_prompt_tokens)
+    queue.pop(is_long_allowed=True)
+    counts.append(queue.num_prompt_tokens)
+    assert counts == [1, 3, 6, 5, 3]
