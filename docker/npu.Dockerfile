@@ -47,4 +47,4 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
 # What every process of the container needs: the profile of the base, CANN, whose folder depends on
 # its version, and the acceleration library, where the base has it.
 ENTRYPOINT ["bash", "-lc", "for script in /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/ascend-toolkit/set_env.sh; do if [ -r $script ]; then source $script; break; fi; done; script=/usr/local/Ascend/nnal/atb/set_env.sh; if [ -r $script ]; then source $script; fi; exec \"$@\"", "--"]
-CMD ["/opt/venv/bin/prefect", "worker", "start", "--pool", "tokenmill", "--type", "process", "--with-healthcheck"]
+CMD ["/opt/venv/bin/python", "deployments/worker.py", "--pool", "tokenmill", "--type", "process", "--with-healthcheck"]

@@ -41,6 +41,8 @@ class ChatTemplate:
         template = _read_template(config) or tokenizer.chat_template
         self.text = str(template or "")
         tokenizer.chat_template = _dated(template, config.now or datetime.now())
+        if "strftime_now(" in str(tokenizer.chat_template):
+            logger.warning("the chat template computes the format of a date: rows may have others")
         self._control_tokens = _pattern_of(tokenizer.added_tokens_encoder)
         self._takes_parts = self._probe_parts()
         self._refused_roles = self._probe_roles()

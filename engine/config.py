@@ -149,8 +149,8 @@ class ChatConfig(Section):
     )
     now: datetime | None = Field(
         default=None,
-        description="The date that a template writes (strftime_now); left out, that of the job's "
-        "creation, on which every row of it has the same.",
+        description="The moment whose date a template writes (strftime_now), the same in every row; "
+        "left out, that of the job's creation, or of the engine's start where there is no job.",
     )
     system_role: Literal["error", "fold", "drop"] = Field(
         default="error",

@@ -77,7 +77,7 @@ class Intake:
                 item = self._items.popleft()
                 self._num_tokens -= len(item.token_ids)
                 # Not for each one: waking a thread costs more than it then encodes.
-                if 2 * len(self._items) <= self._depth and 2 * self._num_tokens <= self._max_tokens:
+                if self._filled() <= 0.5:
                     self._condition.notify_all()
                 return item
             error, self._error = self._error, None
@@ -118,7 +118,7 @@ class Intake:
     def _put(self, item: EncodedRequest) -> bool:
         """Add an item when there is room; return False when nobody wants it any more."""
         with self._condition:
-            self._condition.wait_for(lambda: self._has_room() or self._is_closed)
+            self._condition.wait_for(lambda: self._filled() < 1 or self._is_closed)
             if self._is_closed:
                 return False
             self._items.append(item)
@@ -126,5 +126,6 @@ class Intake:
         self._on_arrival()
         return True
 
-    def _has_room(self) -> bool:
-        return len(self._items) < self._depth and self._num_tokens < self._max_tokens
+    def _filled(self) -> float:
+        """Return how much is read ahead of what may be."""
+        return max(len(self._items) / self._depth, self._num_tokens / self._max_tokens)

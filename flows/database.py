@@ -4,26 +4,21 @@ SQLite and PostgreSQL differ here and nowhere above. One process writes through 
 its threads wait in Python and not in the database.
 """
 
-import json
-import math
 import random
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psycopg
 from sqlalchemy import (
-    URL,
     ColumnElement,
     Connection,
     Double,
     Engine,
     cast,
-    create_engine,
-    event,
     extract,
     func,
     inspect,
@@ -34,16 +29,16 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 
 from engine import LedgerError
+from flows.connections import connect
 from flows.ledger_url import parse_ledger_url, shown_url
 from flows.migrations import HEAD, REVISIONS, VERSION_TABLE
 from flows.outages import LedgerUnreachableError as LedgerUnreachableError
 from flows.outages import Patience
-from flows.sqlite_file import SqliteFile, connect_to_file, prepare_sqlite_file, sqlite_path
+from flows.sqlite_file import SqliteFile, prepare_sqlite_file
 
 Result = TypeVar("Result")
 
 _WRITE_LOCK = threading.Lock()
-_BUSY_TIMEOUT_SECONDS = 30
 _RETRY_PAUSES_SECONDS = (0.05, 0.2, 0.8, 3.0)
 # Any number will do, as long as every tokenmill takes the same one.
 _MIGRATION_LOCK = 0x746F6B656E
@@ -96,7 +91,7 @@ class Database:
         file: SqliteFile | None = None
         if parsed.get_backend_name() == "sqlite":
             file = prepare_sqlite_file(parsed, must_exist=must_exist)
-        database = cls(_create_engine(parsed), stop=stop, file=file)
+        database = cls(connect(parsed), stop=stop, file=file)
         try:
             database._migrate()
         except BaseException:
@@ -245,12 +240,7 @@ class Database:
                 f"ledger {self._name} cannot be reached: {reason}; see that the server runs, then "
                 "resume the job"
             )
-        advice = (
-            "another process has held it for long; see that none hangs, then resume the job"
-            if _is_transient(error)
-            else "nothing of this transaction was kept; mend the cause, then resume the job"
-        )
-        return LedgerError(f"ledger {self._name}: {reason}; {advice}")
+        return LedgerError(f"ledger {self._name}: {reason}; {_advice_on(error)}")
 
 
 @contextmanager
@@ -263,54 +253,12 @@ def looking_at(url: str) -> Iterator[Connection]:
     parsed = parse_ledger_url(url)
     if parsed.get_backend_name() != "sqlite":
         parsed = parsed.update_query_dict({"connect_timeout": "5"})
-    database = Database(_create_engine(parsed))
+    database = Database(connect(parsed))
     try:
         with database.read() as connection:
             yield connection
     finally:
         database.close()
-
-
-def _create_engine(url: URL) -> Engine:
-    json_serializer: Any = _to_json
-    if url.get_backend_name() == "sqlite":
-        path = sqlite_path(url)
-        engine = create_engine(
-            url,
-            json_serializer=json_serializer,
-            max_overflow=-1,
-            creator=lambda: connect_to_file(path, timeout_seconds=_BUSY_TIMEOUT_SECONDS),
-        )
-        event.listen(engine, "connect", _set_up_sqlite_connection)
-        event.listen(engine, "begin", _begin_sqlite_transaction)
-        return engine
-    connect_args = {} if "connect_timeout" in url.query else {"connect_timeout": 10}
-    return create_engine(
-        url,
-        json_serializer=json_serializer,
-        max_overflow=-1,
-        pool_pre_ping=True,
-        connect_args={"application_name": "tokenmill", **connect_args},
-    )
-
-
-def _set_up_sqlite_connection(connection: sqlite3.Connection, record: object) -> None:
-    # The driver's own idea of when a transaction begins leaves DDL and reads outside of it.
-    connection.isolation_level = None
-    connection.execute("PRAGMA foreign_keys = ON")
-    # NORMAL would keep commits through a kill of the process, FULL keeps them through a power cut
-    # too. It costs one fsync a commit, and a commit holds many rows.
-    connection.execute("PRAGMA synchronous = FULL")
-
-
-def _begin_sqlite_transaction(connection: Connection) -> None:
-    # A transaction that reads first and writes later fails, without waiting, when another process
-    # wrote in between; one that says at once that it will write waits for its turn.
-    options = connection.get_execution_options()
-    if not options.get("tokenmill_begin", True):
-        return
-    is_write = options.get("tokenmill_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
 
 def schema_revision(connection: Connection) -> str | None:
@@ -325,6 +273,18 @@ def _is_transient(error: DBAPIError) -> bool:
     if isinstance(original, sqlite3.OperationalError):
         return (original.sqlite_errorcode & 0xFF) in _SQLITE_TRANSIENT
     return isinstance(original, _POSTGRES_TRANSIENT)
+
+
+def _advice_on(error: DBAPIError) -> str:
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return (
+            "the file itself is damaged; put a copy of it back that is whole, or save what can be "
+            "read with `sqlite3 FILE .recover`, then resume the job"
+        )
+    if _is_transient(error):
+        return "another process has held it for long; see that none hangs, then resume the job"
+    return "nothing of this transaction was kept; mend the cause, then resume the job"
 
 
 def is_undecodable(error: DBAPIError) -> bool:
@@ -342,21 +302,3 @@ def _is_server_gone(error: DBAPIError) -> bool:
         return True
     # What libpq finds out by itself, such as a refused connection, has no SQLSTATE.
     return isinstance(original, psycopg.OperationalError) and original.sqlstate is None
-
-
-def _to_json(value: Any) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not know, by null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -13,10 +13,10 @@ from typing import Protocol
 from uuid import UUID
 
 logger = logging.getLogger(__name__)
-_ANSWER_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0  # a busy server fails now and then
 _RENEW_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
-# Whoever had the devices gives its slots back a moment after their locks, and a busy server fails.
+# Whoever had the devices gives its slots back a moment after their locks.
 _PATIENCE_SECONDS = 3.0
 _CLOSE_SECONDS = 5.0
 
@@ -165,14 +165,14 @@ class DeviceQueue:
         return place.lease_id is None
 
     def _fail(self, place: Place, error: Exception) -> bool:
-        """Return True, and go on without the limit, when it has failed for more than a moment."""
+        """Say so, and return True, when the limit has failed for as long as one waits for it."""
         now = time.monotonic()
         if place.failing_since is None:
             place.failing_since = now
-        if now - place.failing_since < _PATIENCE_SECONDS:
+        is_waited_for = place.lease_id is None and place.refusal is None
+        is_recent = place.lease_id is not None and now - place.failing_since < _ANSWER_SECONDS
+        if is_waited_for or is_recent:
             return False
-        if place.answer is None:
-            place.answer = ""
         if not self._has_complained:
             self._has_complained = True
             logger.warning(

@@ -35,6 +35,8 @@ _PREFECT_DEFAULTS = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "engine,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    # As often as a run of a deployment; see deployments/automations.py.
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
 }

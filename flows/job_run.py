@@ -125,7 +125,7 @@ class JobRun:
         ):
             shard_job, plan = prepare(config, ledger, driver)
             shard_job = replace(shard_job, flow_run_id=flow_run_id)
-            stacks = StackPool.of_job(config, device_limit)
+            stacks = StackPool.of_job(shard_job.config, device_limit)
             run = cls(shard_job, plan, driver, stacks, stop=stop, cluster=cluster)
             try:
                 yield run

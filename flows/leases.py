@@ -258,11 +258,13 @@ def refuse_if_held(shard: RowMapping) -> None:
 def _is_held(row: Mapping[str, Any]) -> bool:
     if row["lease_owner"] is None or Owner.parse(row["lease_owner"]).is_gone():
         return False
-    return bool(row["now"] - row["heartbeat_at"] <= row["lease_seconds"])
+    # A heartbeat of the future is as old as one of the past: somebody has set the clock, and who
+    # lives has given a new one since.
+    return bool(abs(row["now"] - row["heartbeat_at"]) <= row["lease_seconds"])
 
 
 def _held(row: RowMapping, what: str, since: str = "") -> LedgerError:
-    silent_seconds = row["now"] - row["heartbeat_at"]
+    silent_seconds = max(0.0, row["now"] - row["heartbeat_at"])
     return LedgerError(
         f"{what} by {name_of(row['lease_owner'])}{since}, last heartbeat {silent_seconds:.0f} s "
         "ago; let it finish or stop it, then resume the job (an owner that is silent for "

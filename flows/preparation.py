@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from engine import ModelSource, SamplingParams, Tokenizer
+from engine import ConfigError, ModelSource, SamplingParams, Tokenizer
 from flows.config import JobConfig
 from flows.job_changes import refuse_fork, take_over_answers
 from flows.job_driver import JobDriver
@@ -31,6 +31,7 @@ from flows.records import RecordReader
 from flows.schema import JobState, RowState
 from flows.shard_runner import ShardJob
 from flows.shard_writer import STREAM_NAME, TooManyFailedRowsError, cut_torn_line
+from flows.time_limit import SlowTemplateError, load_time_limit
 
 logger = logging.getLogger(__name__)
 _SHOWN_BAD_ROWS = 10
@@ -143,7 +144,7 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
     parent = ledger.get_job(str(config.forked_from)) if is_fork else None
     config = at_date_of(config, job, parent)
     source = ModelSource.inspect(config.engine)
-    tokenizer = Tokenizer.load(config.engine, source)
+    tokenizer = _load_tokenizer(config, source)
     sampling = default_sampling(config, source)
     fingerprint = fingerprint_of(config, source, tokenizer, sampling)
     if parent is not None:
@@ -187,6 +188,17 @@ def prepare(config: JobConfig, ledger: Ledger, driver: JobDriver) -> tuple[Shard
         job_dir=job_dir_of(config),
     )
     return shard_job, plan
+
+
+def _load_tokenizer(config: JobConfig, source: ModelSource) -> Tokenizer:
+    try:
+        with load_time_limit:
+            return Tokenizer.load(config.engine, source)
+    except SlowTemplateError as error:
+        raise ConfigError(
+            f"{source.path}: its tokenizer cannot be loaded, which tries the chat template too: "
+            f"{error.message}; or set engine.chat.chat_template"
+        ) from error
 
 
 def _remove_leftovers(job_dir: Path) -> None:

@@ -7,6 +7,7 @@ heartbeat keeps the lease.
 
 import contextvars
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from flows.database import LedgerUnreachableError
 from flows.ledger import Ledger
 from flows.ledger_rows import CompletionRow, Lease, PartialRow
 
+logger = logging.getLogger(__name__)
 STREAM_NAME = "stream.jsonl"
 _HEARTBEATS_PER_LEASE = 3
 # Rows that may wait for their commit before the engine has to wait, in units of commit_rows.
@@ -257,5 +259,9 @@ class ShardWriter:
             json.dumps({"row_id": row.row_id, "text": row.text, "error": row.error_message})
             for row in rows
         ]
-        with self._stream_path.open("a", encoding="utf-8") as stream:
-            stream.write("".join(f"{line}\n" for line in lines))
+        try:
+            with self._stream_path.open("a", encoding="utf-8") as stream:
+                stream.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            logger.warning("%s is written no longer: %s", self._stream_path, error)
+            self._stream_path = None

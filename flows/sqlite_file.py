@@ -135,19 +135,25 @@ def _refuse_lost_log(path: Path) -> None:
 
 
 def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
+    file = path.resolve()  # SQLite follows a link, and keeps the log beside the file itself
+    return file.with_name(f"{file.name}-wal")
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    status = _status(path)
+    return 0 if status is None else status.st_size
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    status = _status(path)
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def _status(path: Path) -> os.stat_result | None:
     try:
-        status = os.stat(path)
-    except FileNotFoundError:
+        return path.stat()
+    except OSError:
         return None
-    return status.st_dev, status.st_ino
 
 
 def _switch_to_wal(path: Path) -> None:

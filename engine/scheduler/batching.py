@@ -108,10 +108,9 @@ class DynamicBatching(BatchingPolicy):
     def timeout_seconds(self, now: float, num_waiting: int) -> float:
         """Return how long a group of `num_waiting` waits for the rest of it."""
         self._forget_old(now)
+        span = max(now - self._arrivals[0], 1e-9) if self._arrivals else 0.0
         if len(self._arrivals) < 2:
-            is_quiet = now - self._first_arrival(now) > self._max_wait_seconds
-            return 0.0 if is_quiet else self._max_wait_seconds
-        span = max(now - self._arrivals[0], 1e-9)
+            return 0.0 if span > self._max_wait_seconds else self._max_wait_seconds
         seconds_each = span / len(self._arrivals)
         if seconds_each > self._max_wait_seconds:
             return 0.0
@@ -132,9 +131,6 @@ class DynamicBatching(BatchingPolicy):
 
     def _due_at(self, view: BatchView) -> float:
         return view.oldest_arrival + self.timeout_seconds(view.now, view.num_waiting)
-
-    def _first_arrival(self, now: float) -> float:
-        return self._arrivals[0] if self._arrivals else now
 
     def _forget_old(self, now: float) -> None:
         while self._arrivals and now - self._arrivals[0] > _RATE_WINDOW_SECONDS:

@@ -37,8 +37,18 @@ def worker(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def prefect_api(prefect: Prefect) -> Iterator[str]:
     """Let every flow in this process use the server; give its URL."""
     from prefect.logging.handlers import APILogHandler
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_HOME,
+        temporary_settings,
+    )
 
-    with temporary_settings({PREFECT_HOME: prefect.home, PREFECT_API_URL: prefect.api_url}):
+    settings = {
+        PREFECT_HOME: prefect.home,
+        PREFECT_API_URL: prefect.api_url,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,  # their end takes each run a second
+    }
+    with temporary_settings(settings):
         yield prefect.api_url
         APILogHandler().flush()  # while the server is there

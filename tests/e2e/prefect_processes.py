@@ -60,8 +60,10 @@ class Prefect:
             "PREFECT_HOME": str(self.home),
             "PREFECT_API_URL": self.api_url,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            # So soon does a run ask again that waits for another.
+            # What happens after half a minute and more happens after seconds.
             "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "8",
+            "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1S",
             "DO_NOT_TRACK": "1",
             "NO_COLOR": "1",
             "COLUMNS": "200",

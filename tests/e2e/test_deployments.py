@@ -260,7 +260,7 @@ def test_a_killed_worker_and_flow_leave_no_engine_behind_and_retry_goes_on_with_
     prefect: Prefect, worker: Worker, told: list[str], tmp_path: Path
 ) -> None:
     with prefect.client() as client:
-        AUTOMATIONS["save"](client, AUTOMATIONS["crash_vanished_runs"](timedelta(seconds=20)))
+        AUTOMATIONS["save"](client, AUTOMATIONS["crash_vanished_runs"](timedelta(seconds=10)))
     job = job_mapping(tmp_path, questions(NUM_ROWS), **SLOW | {"job_id": None})
     path = write_yaml(tmp_path / "job.yaml", job)
     run_id = prefect.run_deployment(ADHOC, config=path)
@@ -277,7 +277,7 @@ def test_a_killed_worker_and_flow_leave_no_engine_behind_and_retry_goes_on_with_
     wait_until(
         lambda: not [p for p in (flow, *engines) if is_alive(p)], "the engines end with their flow"
     )
-    wait_for_message(told, f"Flow run {job_id} is Crashed: no heartbeat for 20 s: ")
+    wait_for_message(told, f"Flow run {job_id} is Crashed: no heartbeat for 10 s: ")
     with prefect.client() as client:
         name = client.read_flow_run(late_id).name
         wait_for_message(told, f"Flow run {name} is Late: ")

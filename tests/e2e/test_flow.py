@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import UUID
 
@@ -13,7 +14,6 @@ from job_builders import make_job, questions, read_rows, run_job, write_job
 from ledger_builders import ELSEWHERE
 
 from engine import ConfigError, ExitCode, WorkerError, WorkerFailure
-from flows import job_run
 from flows.cli import main
 from flows.config import JobConfig
 from flows.job_run import JobRun
@@ -111,14 +111,19 @@ class TestFlow:
     ) -> None:
         from prefect._internal.concurrency.cancellation import WatcherThreadCancelScope
 
-        run_shard = job_run.run_shard
+        from flows import tasks
+
+        as_completed = tasks.as_completed
         with WatcherThreadCancelScope() as scope:  # as Prefect holds a slot for a flow run
 
-            def lose_the_slot(*arguments: Any, **options: Any) -> Any:
-                scope.cancel()
-                return run_shard(*arguments, **options)
+            def lose_the_slot(futures: Any) -> Any:
+                if not scope.cancelled():
+                    thread = Thread(target=scope.cancel)
+                    thread.start()
+                    thread.join()
+                return as_completed(futures)
 
-            monkeypatch.setattr(job_run, "run_shard", lose_the_slot)
+            monkeypatch.setattr(tasks, "as_completed", lose_the_slot)
             state = run_flow(make_job(tmp_path, questions(9), shards=3))
         assert scope.cancelled()
         assert (state.name, state.message.split(";")[0]) == ("Completed", "9 ok, 0 failed")

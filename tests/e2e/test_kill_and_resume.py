@@ -99,11 +99,11 @@ def test_a_job_that_was_killed_goes_on_at_once_and_repeats_nothing(
     job_file: Path,
     tmp_path: Path,
     ledger_url: str,
-    request: pytest.FixtureRequest,
+    prefect_api: str,
 ) -> None:
     server: dict[str, str] = {}
     if ledger_url.startswith("postgresql"):  # once with Prefect's temporary server, once without
-        server["PREFECT_API_URL"] = request.getfixturevalue("prefect_api")
+        server["PREFECT_API_URL"] = prefect_api
     killed = start("run", str(job_file), **server)
     killed.wait_until(lambda: num_committed(ledger) >= 6)
     descendants = killed.descendants()
@@ -119,7 +119,7 @@ def test_a_job_that_was_killed_goes_on_at_once_and_repeats_nothing(
         ShardState.RUNNING  # nobody has tidied up
     }
 
-    resumed = start("resume", "job-1", **server)
+    resumed = start("resume", "job-1", PREFECT_API_URL=prefect_api)
     _, alive = psutil.wait_procs(descendants, WAIT_SECONDS)
     assert alive == []
     assert resumed.wait() == 0, resumed.said

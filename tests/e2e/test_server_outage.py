@@ -1,7 +1,5 @@
 """A Prefect server that goes away: shards go on, the ledger is right, and so is the UI afterwards."""
 
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +8,9 @@ from uuid import UUID
 
 import pytest
 from job_builders import make_job, questions, read_rows, write_job
+from job_process import JobProcess
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect_processes import ROOT, Prefect, Worker, wait_until
+from prefect_processes import Prefect, Worker, wait_until
 from torture.invariants import LedgerState, check_state, read_state
 
 from flows.config import JobConfig
@@ -82,34 +81,22 @@ def _check_what_is_shown(prefect: Prefect, run_id: UUID) -> None:
 
 
 def test_a_job_ends_with_every_row_and_its_output_when_the_server_is_gone_for_good(
-    prefect: Prefect, worker: Worker, tmp_path: Path
+    prefect_home: Path, tmp_path: Path
 ) -> None:
-    config = make_job(tmp_path, questions(40), **JOB)
-    # As many tries as by default take Prefect more than two minutes.
-    environment = prefect.environment | {"PREFECT_CLIENT_MAX_RETRIES": "0"}
-    log_path = tmp_path / "said.txt"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from flows.cli import main; main()", "run",
-             str(write_job(tmp_path, **JOB))],
-            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    worker.stop()  # one that has missed its server asks again late
-    try:
-        wait_until(lambda: len(state_of(config).completions) >= 4, "both shards answer")
-        prefect.stop()
-        wait_until(lambda: num_answers(config) == 40, "the output is written")
-        state = state_of(config)
-        assert state.job is not None
-        assert state.job["state"] == "finished"
-        check_state(state, 40)
-        assert process.wait(90) == 0, log_path.read_text(encoding="utf-8")
-    finally:
-        process.kill()
-        process.wait()
-        prefect.stop()
-        prefect.start()
-        worker.start()
-    said = log_path.read_text(encoding="utf-8")
-    assert "Prefect's server does not answer any more" in said
-    assert "Traceback" not in said
+    config = make_job(tmp_path, questions(24), **JOB)
+    job = JobProcess(
+        tmp_path, "run", str(write_job(tmp_path, **JOB)),
+        # As many tries as by default take Prefect more than two minutes.
+        environment={"PREFECT_HOME": str(prefect_home), "PREFECT_CLIENT_MAX_RETRIES": "0"},
+    )  # fmt: skip
+    job.wait_until(lambda: len(state_of(config).completions) >= 4)
+    (server,) = [p for p in job.descendants() if "prefect_server" in " ".join(p.cmdline())]
+    server.kill()
+    assert job.wait() == 0, job.said
+    state = state_of(config)
+    assert state.job is not None
+    assert state.job["state"] == "finished"
+    check_state(state, 24)
+    assert num_answers(config) == 24
+    assert "Prefect's server does not answer any more" in job.said
+    assert "Traceback" not in job.said

@@ -11,9 +11,9 @@ from model_families import make_model, make_prompts
 from engine import Completion, ConfigError, EngineConfig, OfflineInference, SamplingParams
 from engine.backends import load_backend
 from engine.layers.kv_pool import allocate_pool
+from engine.layers.row_check import check_rows
 from engine.models import load_model
 from engine.parallel import ParallelGroup
-from engine.layers.row_check import check_rows
 
 pytestmark = pytest.mark.integration
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -47,6 +48,19 @@ def test_every_usual_way_to_write_the_url_is_understood(
     url = postgres_database_url.replace("postgresql", scheme, 1)
     with Ledger.open(url) as ledger:
         assert ledger.list_jobs() == []
+
+
+def test_a_network_that_swallows_everything_is_noticed_and_the_url_may_say_when(
+    shared: Ledger, postgres_database_url: str
+) -> None:
+    def milliseconds_of(ledger: Ledger) -> str:
+        with ledger.database.read() as connection:
+            driver_connection: Any = connection.connection.dbapi_connection
+            return str(driver_connection.info.get_parameters()["tcp_user_timeout"])
+
+    assert milliseconds_of(shared) == "15000"
+    with Ledger.open(f"{postgres_database_url}&tcp_user_timeout=99000") as patient:
+        assert milliseconds_of(patient) == "99000"
 
 
 def test_clocks_of_hosts_may_differ(
@@ -110,6 +124,35 @@ def test_of_two_that_want_a_shard_at_the_same_moment_one_is_refused(
         assert thread.is_alive()
     thread.join(timeout=10)
     assert [str(error) for error in refusals if "on host elsewhere" in str(error)]
+
+
+def test_whoever_waits_for_a_lock_that_nobody_gives_back_is_told_so(
+    job: JobRow, postgres_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.connections._LOCK_MILLISECONDS", 50)
+    monkeypatch.setattr("flows.database._RETRY_PAUSES_SECONDS", (0.01,))
+    with Ledger.open(postgres_database_url) as impatient:
+        lease = acquire(impatient, job)
+        with psycopg.connect(postgres_database_url) as other:
+            other.execute("UPDATE shards SET heartbeat_at = 0")
+            with pytest.raises(LedgerError, match="another process has held it for long"):
+                impatient.commit(lease, [ok_row(0)])
+        impatient.commit(lease, [ok_row(0)])
+
+
+def test_a_reader_that_was_idle_for_too_long_goes_on_where_it_was(
+    shared: Ledger, postgres_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = shared.create_job(new_job("long", num_rows=400, num_shards=1))
+    shared.commit(acquire(shared, job), [ok_row(index) for index in range(400)])
+    monkeypatch.setattr("flows.connections._IDLE_MILLISECONDS", 50)
+    monkeypatch.setattr("flows.outages._PAUSE_SECONDS", 0.01)
+    with Ledger.open(postgres_database_url) as impatient:
+        rows = impatient.iter_completions(job.job_key)
+        seen = [next(rows).row_index]
+        time.sleep(0.3)
+        seen += [row.row_index for row in rows]
+    assert seen == list(range(400))
 
 
 def test_the_loser_of_a_deadlock_tries_again(

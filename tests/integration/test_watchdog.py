@@ -6,6 +6,7 @@ The watchdog finds it; one who wants to end does not wait for the watchdog.
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine import (
     OfflineInference,
     PartialOutput,
     SamplingParams,
+    StreamedToken,
     WorkerError,
     WorkerFailure,
 )
@@ -131,6 +133,28 @@ def test_stopping_a_run_whose_worker_hangs_loses_nothing_that_came_back_before(
     assert told.isdisjoint(answered)
     assert told
     assert told <= set(caught.value.request_ids)
+
+
+def test_an_answer_that_was_on_its_way_when_the_worker_failed_comes_before_the_error(
+    patient: OfflineInference,
+) -> None:
+    [pid] = patient.worker_pids
+    stop = threading.Event()
+
+    def hold_up_what_comes_after(_: StreamedToken) -> None:
+        stop_process(pid)
+        stop.set()
+        while not is_reaped(pid):
+            time.sleep(0.01)
+
+    first = GenerateRequest(request_id="first", prompt="x", on_token=hold_up_what_comes_after)
+    once = SamplingParams(max_tokens=1)
+    second = GenerateRequest(request_id="second", prompt="y", sampling_params=once)
+    answered = []
+    with pytest.raises(WorkerError, match="silent"):  # noqa: PT012
+        for completion in patient.run([first, second], stop=stop):
+            answered.append(completion.request_id)
+    assert answered == ["second"]
 
 
 def test_an_error_of_the_caller_comes_out_though_the_worker_hangs(

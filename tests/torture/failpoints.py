@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ import psycopg
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
+import flows.connections
 import flows.job_run
 import flows.outages
 from flows import completions, jobs, leases, unfinished
@@ -24,6 +26,8 @@ from flows.database import Database
 from flows.ledger import Ledger
 from flows.schema import JobState
 from torture.trace import TraceWriter
+
+_STOP_SECONDS = 0.5
 
 
 class Fuse:
@@ -159,6 +163,29 @@ def _lose_acknowledgement(fuse: Fuse) -> None:
     Database._write_once = write_and_hear_nothing  # type: ignore[method-assign]
 
 
+def _freeze(owner: Any, function: str, *, when: Condition | None = None) -> Callable[[Fuse], None]:
+    """Return a point behind a function where the process stands still until it gets SIGCONT.
+
+    Of its transaction, if it is in one, PostgreSQL loses patience soon.
+    """
+
+    def plant(fuse: Fuse) -> None:
+        flows.connections._IDLE_MILLISECONDS = 500
+        original = getattr(owner, function)
+
+        @wraps(original)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            if (when is None or when(result, *arguments, **options)) and fuse.is_due():
+                os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(_STOP_SECONDS)  # another thread may get the signal, a little later
+            return result
+
+        setattr(owner, function, wrapped)
+
+    return plant
+
+
 def _is_take_over(lease: Any, *_arguments: Any, **_options: Any) -> bool:
     return bool(lease.epoch > 1)
 
@@ -198,6 +225,8 @@ FAILPOINTS: dict[str, Callable[[Fuse], None]] = {
     "after_manifest_rename": _at_rename("output.jsonl.manifest.json", is_before=False),
     "in_finish": _after(jobs, "set_state", when=_is_finish),
     "after_experiment": _after(flows.job_run, "record_experiment"),
+    "freeze_in_commit": _freeze(completions, "store", when=_are_answers),
+    "freeze_after_commit": _freeze(Ledger, "commit"),
     "commit_raises": _commit_raises,
     "disk_is_full": _fill_disk,
     "lose_acknowledgement": _lose_acknowledgement,

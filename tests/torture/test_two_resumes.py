@@ -2,7 +2,9 @@
 
 import re
 import socket
+import time
 
+import psutil
 import pytest
 
 from torture.builders import SLOW, MakeJob
@@ -57,6 +59,39 @@ def test_a_job_is_free_again_as_soon_as_its_driver_is_killed(
     witness.note_start()
     heir = job.start()
     assert heir.wait() == 1, heir.said
+    witness.check_the_end()
+    assert job.outputs() == expected
+
+
+@pytest.mark.parametrize(
+    ("ledger_url", "point"),
+    [
+        ("sqlite", "freeze_after_commit"),
+        ("postgresql", "freeze_after_commit"),
+        # The locks of its transaction must not outlive its lease for long. Those of a file do: the
+        # process lives, and nobody but the system may take them from it.
+        ("postgresql", "freeze_in_commit"),
+    ],
+    indirect=["ledger_url"],
+)
+def test_one_that_stood_still_for_longer_than_its_lease_changes_nothing_any_more(
+    make_job: MakeJob, ledger_url: str, expected: Outputs, point: str
+) -> None:
+    job = make_job("job", ledger_url, **SLOW, lease_seconds=1)
+    witness = Witness(job)
+    witness.note_start()
+    frozen = job.start(failpoint=(point, 3))
+    process = psutil.Process(frozen.pid)
+    frozen.wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+    witness.look()
+    time.sleep(1.5)
+    witness.note_start()
+    heir = job.start()
+    assert heir.wait() == 1, heir.said
+    process.resume()
+    assert frozen.wait() == 2, frozen.said
+    assert re.search("the job no longer: nobody does|lease of shard . was lost", frozen.said)
+    assert "Traceback" not in frozen.said
     witness.check_the_end()
     assert job.outputs() == expected
 

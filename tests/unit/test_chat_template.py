@@ -298,3 +298,14 @@ def test_a_date_is_that_of_the_moment_that_is_set_and_no_part_of_what_identifies
     assert text_of(earlier, USER) == "26 Jul 2024"
     assert text_of(later, USER) == "31 Jan 2026"
     assert earlier.fingerprint() == later.fingerprint()
+
+
+def test_a_date_in_a_format_that_the_template_computes_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% set format = '%Y' %}{{ strftime_now(format) }}"
+    tiny_model.load_tokenizer(folder, chat=ChatConfig(chat_template=template))
+    assert "computes the format of a date" in caplog.text
+    caplog.clear()
+    load(folder, "chatml")
+    assert caplog.text == ""

@@ -38,6 +38,8 @@ def test_image_runs_as_a_user_without_rights_and_tells_its_health(dockerfile: Pa
     stage = text[text.rindex("\nFROM ") :]
     assert re.findall(r"^USER (.+)$", stage, re.MULTILINE) == ["10001"]
     assert "\nHEALTHCHECK " in stage
+    # A worker of Prefect alone would kill its runs when the container is stopped.
+    assert re.search(r'^CMD \["[^"]*python", "deployments/worker\.py", ', stage, re.MULTILINE)
     # The web server that the check asks is one of the worker's options.
     assert '"--with-healthcheck"]' in stage
     assert not re.search(r"(?i)password|secret|token=", text)

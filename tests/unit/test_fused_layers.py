@@ -14,8 +14,8 @@ from torch import nn
 
 from engine.backends.cpu import CpuBackend
 from engine.layers.fused_decoder_layer import FusedDecoderLayer, match_llama
-from engine.layers.paged_attention import AttentionCall
 from engine.layers.loaded_model import LoadedModel
+from engine.layers.paged_attention import AttentionCall
 from engine.models import prepare_model
 from engine.parallel import ParallelGroup
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_builders import make_job, questions, read_rows, run_job, stored_rows
+from interrupted_jobs import after_each_commit
+from job_builders import make_job, note_asked, questions, read_rows, run_job, stored_rows
 
-from engine import ExitCode
+from engine import ExitCode, LedgerError
 from flows.config import JobConfig
 from flows.experiments import list_experiments
 from flows.job_run import JobOutcome, JobRun
@@ -143,6 +144,26 @@ class TestDuplicates:
         _, summaries = run_job(config)
         assert [summary.num_deduplicated for summary in summaries] == [0, 30]
         assert len(fetched) == 1  # not once for each of the 30
+
+    def test_a_shard_whose_first_of_a_kind_was_answered_before_a_kill_asks_nothing_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = note_asked(monkeypatch)
+        config = make_job(tmp_path, same_questions(8, kinds=1), sampling=GREEDY, shards=2)
+
+        def die(_number: int) -> None:
+            raise RuntimeError("killed")
+
+        with (
+            after_each_commit(die),
+            JobRun.open(config) as run,
+            pytest.raises(LedgerError, match="killed"),
+        ):
+            run.run_shard(1)
+        assert asked == ["q4"]  # for the job's first of the kind, q0, has no answer yet
+        with JobRun.open(config) as run:
+            assert run.run_shard(1).num_deduplicated == 3
+        assert asked == ["q4"]
 
     def test_rows_that_sample_are_never_folded(self, tmp_path: Path) -> None:
         config = make_job(tmp_path, same_questions(10, kinds=1))

@@ -16,6 +16,7 @@ from ledger_builders import (
     skipped_row,
     stored,
 )
+from sqlalchemy import text
 
 from engine import LedgerError
 from flows.ledger import Ledger, Owner
@@ -38,6 +39,20 @@ def test_a_stale_epoch_cannot_commit_and_nothing_of_it_stays(ledger: Ledger) -> 
     assert stored(ledger, job) == [ok_row(0), error_row(1)]
     ledger.commit(living, [ok_row(1)])
     assert stored(ledger, job) == [ok_row(0), ok_row(1)]
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_was_set_keeps_nobody_out_for_longer_than_the_lease(
+    ledger: Ledger, hours: int
+) -> None:
+    job = ledger.create_job(new_job())
+    ledger.acquire_shard(job.job_key, 0, owner=ELSEWHERE, lease_seconds=60)
+    ledger.database.write(
+        lambda connection: connection.execute(
+            text(f"UPDATE shards SET heartbeat_at = heartbeat_at + {3600 * hours}")
+        )
+    )
+    assert acquire(ledger, job).epoch == 2
 
 
 def test_a_released_lease_cannot_commit(ledger: Ledger) -> None:

@@ -54,8 +54,8 @@ class TestCheck:
         ended = terminal("ledger", "check")
         assert ended.code == 1
         lines = ended.out.splitlines()
-        start = lines.index("WRONG job-1: every answer has its text")
-        assert lines[start + 1] == "        row 'q2' (row 2, sample 0)"
+        start = lines.index("WRONG job-1: every answer can be read")
+        assert lines[start + 1] == "        row 'q2' (row 2, sample 0): its text is gone"
         assert lines[start + 6] == "        and 2 more"
         assert sum(line.startswith("WRONG") for line in lines) == 1
 

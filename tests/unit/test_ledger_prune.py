@@ -239,7 +239,7 @@ class TestSize:
     def test_a_file_that_somebody_reads_is_left_as_it_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("flows.database._BUSY_TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr("flows.connections._BUSY_TIMEOUT_SECONDS", 0.05)
         path = tmp_path / "ledger.sqlite"
         with Ledger.open(f"sqlite:///{path}") as ledger:
             add_job(ledger, "old", age_days=31)

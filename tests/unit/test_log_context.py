@@ -25,6 +25,7 @@ WITHOUT_CONTEXT = {
     "flows/console.py": "belongs to the terminal, outside of any run",
     "flows/doctor.py": "belongs to a command, outside of any run",
     "flows/prefect_server.py": "is in a process of its own",
+    "flows/time_limit.py": "looks at the clock and logs nothing",
     "flows/ray_node.py": "is on another host, where there is no run",
 }
 

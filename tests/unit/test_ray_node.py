@@ -98,15 +98,16 @@ def test_a_node_stops_in_order_when_the_driver_has_gone(tmp_path: Path) -> None:
 def test_a_driver_that_is_replaced_or_silent_is_noticed(tmp_path: Path, what_happens: str) -> None:
     with driven(make_job(tmp_path, questions(2), lease_seconds=1)) as (spec, _, ledger):
         stop, done = threading.Event(), threading.Event()
-        watch = threading.Thread(target=watch_driver, args=(spec, ledger, stop, done))
+        watch = threading.Thread(target=watch_driver, args=(spec, ledger, stop, done), daemon=True)
         watch.start()
-        assert not stop.wait(1.2)  # longer than the lease: the driver renews it
         if what_happens == "silent":
+            assert not stop.wait(1.2)  # longer than the lease: the driver renews it
             ledger.renew_job = lambda lease: None  # type: ignore[method-assign]
         elif what_happens == "ledger broken":
             ledger.find_job = MagicMock(side_effect=LedgerError("gone"))  # type: ignore[method-assign]
         else:
-            other = update(JobTable).values(lease_owner=str(ELSEWHERE), lease_epoch=9)
+            taken = {"lease_owner": str(ELSEWHERE), "lease_epoch": 9, "lease_seconds": 3600}
+            other = update(JobTable).values(**taken)
             ledger.database.write(lambda connection: connection.execute(other))
         assert stop.wait(5)
         done.set()

@@ -146,6 +146,8 @@ def test_what_is_computed_again_after_a_preemption_is_counted(
         num_blocks=5,
         enable_prefix_caching=enable_prefix_caching,
         num_steps_in_flight=num_steps_in_flight,
+        max_num_seqs=2,
+        max_num_batched_tokens=3,  # so that it is computed again in several steps
     )
     rig.add(*(infer_request(uid, [uid] * 6, max_tokens=12) for uid in range(2)))
     rig.run()

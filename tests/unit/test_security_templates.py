@@ -1,6 +1,7 @@
 """What a template may not do: reach objects and files, or keep a job from ending."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ ENDLESS = (
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "_LIMIT_SECONDS", 0.1)
     monkeypatch.setattr(time_limit, "_LOOK_SECONDS", 0.02)
+    for limit in (time_limit.row_time_limit, time_limit.load_time_limit):
+        monkeypatch.setattr(limit, "seconds", 0.1)
+        monkeypatch.setattr(limit, "_watch", None)  # one that looks as often
 
 
 def fault_of(folder: Path, template: str) -> str:
@@ -161,3 +164,34 @@ def test_planning_gives_the_tokens_of_a_row_no_more_time_either(tmp_path: Path):
         endless, other = (indexer.index(row) for row in reader.read_all())
     assert (endless.error_code, other.error_code) == ("bad_template", None)
     assert "line 1: its template took more than" in str(endless.error_message)
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_chat_template_that_does_not_end_when_it_is_tried_is_told_before_any_row(tmp_path: Path):
+    folder = save_tiny_llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(ENDLESS[0])
+    config = make_job(tmp_path, [{"prompt": "hello"}], engine__device="cpu")
+    engine = config.engine.model_copy(update={"model_path": str(folder)})
+    with pytest.raises(ConfigError, match=r"took more than.*or set engine\.chat\.chat_template"):
+        run_job(config.model_copy(update={"engine": engine}))
+
+
+def test_a_block_that_ends_in_time_leaves_nothing_behind(short_limit: None):
+    with row_time_limit:
+        time.sleep(0.3)  # a host that is busy with others costs a row nothing
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
+    with pytest.raises(ZeroDivisionError), row_time_limit:
+        1 / 0  # noqa: B018
+    assert row_time_limit._ends == {}
+
+
+def test_a_block_may_compute_until_its_time_is_up(
+    short_limit: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(row_time_limit, "seconds", 30.0)
+    end = time.thread_time() + 0.2
+    with row_time_limit:
+        while time.thread_time() < end:
+            pass

@@ -1,6 +1,7 @@
 """ShardWriter: what is put is committed, in few transactions, by a thread that keeps the lease."""
 
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from ledger_builders import acquire, error_row, lose, new_job, ok_row, silence, 
 from engine import LedgerError
 from flows.config import JobConfig
 from flows.ledger import CompletionRow, JobRow, Lease, Ledger
-from flows.shard_writer import ShardWriter
+from flows.outages import LedgerUnreachableError
+from flows.shard_writer import AnswersNotStoredError, ShardWriter
 
 WAIT_SECONDS = 30
 NEVER = 3600.0
@@ -211,12 +213,71 @@ def test_an_error_of_the_engine_leaves_its_answers_committed(
     assert [row.row_index for row in stored(watched, job)] == [0]
 
 
-def test_a_fault_of_the_machine_is_told_as_one_of_the_ledger(
-    watched: WatchedLedger, lease: Lease, tmp_path: Path
-) -> None:
+def test_a_stream_that_cannot_be_written_stops_nothing(
+    watched: WatchedLedger, job: JobRow, lease: Lease, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     no_folder = tmp_path / "none" / "stream.jsonl"
-    with pytest.raises(LedgerError, match=r"cannot be written: .*none/stream\.jsonl"):
-        write(watched, lease, make_config(tmp_path), [ok_row(0)], stream_path=no_folder)
+    rows = [ok_row(index) for index in range(12)]
+    with ShardWriter(watched, lease, make_config(tmp_path), stream_path=no_folder) as writer:
+        for row in rows:
+            writer.put(row)
+            writer.flush()
+    assert stored(watched, job) == rows
+    assert len(watched.commits) == 12
+    assert caplog.text.count("none/stream.jsonl is written no longer: ") == 1
+
+
+def test_a_fault_that_nobody_foresaw_is_told_as_one_of_the_ledger(
+    watched: WatchedLedger, lease: Lease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "commit", lambda *_, **__: fall_off())
+    with pytest.raises(LedgerError, match="the ledger cannot be written: the device fell off"):
+        write(watched, lease, make_config(tmp_path), [ok_row(0)])
+
+
+def test_answers_that_a_server_which_went_away_did_not_take_are_counted(
+    watched: WatchedLedger, job: JobRow, lease: Lease, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def give_up(*_: object, **__: object) -> None:
+        assert watched.is_free.wait(WAIT_SECONDS)
+        raise LedgerUnreachableError("the server is gone")
+
+    def answer_ten() -> None:
+        with ShardWriter(watched, lease, make_config(tmp_path)) as writer:
+            for index in range(4):
+                writer.put(ok_row(index))
+            wait_until(lambda: watched.commits == [4])
+            monkeypatch.setattr(watched, "commit", give_up)
+            watched.is_free.clear()
+            for index in range(4, 10):
+                writer.put(ok_row(index))
+            watched.is_free.set()
+
+    with pytest.raises(AnswersNotStoredError, match="the last 6 answer") as lost:
+        answer_ten()
+    assert lost.value.num_answers == 6
+    again = pickle.loads(pickle.dumps(lost.value))
+    assert (str(again), again.num_answers) == (str(lost.value), 6)
+    assert len(stored(watched, job)) == 4
+
+
+def test_answers_that_were_committed_before_the_server_went_away_do_not_count_as_lost(
+    watched: WatchedLedger, lease: Lease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up(*_: object) -> None:
+        raise LedgerUnreachableError("the server is gone")
+
+    monkeypatch.setattr(watched, "renew_lease", give_up)
+    config = make_config(tmp_path, lease_seconds=1)
+    writer = ShardWriter(watched, lease, config)
+    writer.__enter__()
+    writer.put(ok_row(0))
+    writer.flush()
+    wait_until(lambda: not writer._thread.is_alive())  # at the next heartbeat
+    with pytest.raises(AnswersNotStoredError, match="the last 0 answer"):
+        writer.__exit__(None, None, None)
 
 
 def test_a_heartbeat_keeps_the_lease_while_nothing_is_put(

@@ -4,9 +4,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ledger_builders import acquire, new_job, ok_row, stored
 from sqlalchemy import make_url
 
 from engine import LedgerError
+from flows.ledger import Ledger
 from flows.sqlite_file import prepare_sqlite_file, refuse_network_file_system
 
 
@@ -81,6 +83,49 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot create its folder"):
         prepare_sqlite_file(make_url(f"sqlite:///{tmp_path}/file/runs/ledger.sqlite"))
+
+
+class TestMoved:
+    """SQLite itself would delete the log of a ledger that is gone, and with it the last commits."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return tmp_path / "ledger.sqlite"
+
+    def test_who_writes_stops_at_once_and_all_is_there_when_it_is_back(self, path: Path) -> None:
+        url = f"sqlite:///{path}"
+        elsewhere = path.with_name("moved.sqlite")
+        with Ledger.open(url) as ledger:
+            job = ledger.create_job(new_job(num_shards=1))
+            lease = acquire(ledger, job)
+            ledger.commit(lease, [ok_row(0), ok_row(1)])
+            path.rename(elsewhere)
+            with pytest.raises(LedgerError, match="was moved, deleted or replaced .* put it back"):
+                ledger.commit(lease, [ok_row(2)])
+            with ledger.database.read(), pytest.raises(LedgerError, match="unable to open"):
+                ledger.get_job("job")  # by a second connection, which must not make a new file
+            assert not path.exists()
+        with pytest.raises(LedgerError, match=r"its log ledger\.sqlite-wal is, .* put the ledger"):
+            Ledger.open(url)
+        assert not path.exists()
+        elsewhere.rename(path)
+        with Ledger.open(url) as ledger:
+            assert stored(ledger, ledger.get_job("job")) == [ok_row(0), ok_row(1)]
+
+    def test_another_ledger_in_its_place_is_not_written_to(self, path: Path) -> None:
+        with Ledger.open(f"sqlite:///{path}") as ledger:
+            for file in path.parent.glob("ledger.sqlite*"):
+                file.rename(file.with_name(f"old-{file.name}"))
+            with (
+                Ledger.open(f"sqlite:///{path}") as other,
+                pytest.raises(LedgerError, match="was moved, deleted or replaced"),
+            ):
+                ledger.create_job(new_job())
+            assert other.list_jobs() == []
+
+    def test_an_empty_log_is_nobodys(self, path: Path) -> None:
+        path.with_name("ledger.sqlite-wal").touch()
+        Ledger.open(f"sqlite:///{path}").close()
 
 
 def test_many_open_a_new_ledger_at_the_same_moment(tmp_path: Path) -> None:
