@@ -213,12 +213,11 @@ def test_a_job_is_cancelled_then_killed_and_resumed_with_each_row_once(
     run_id = prefect.run_deployment("batch-inference/adhoc", config=config.model_dump(mode="json"))
     wait_until(lambda: num_committed(ledger) >= 4)
     nodes = node_processes(ledger)
+    (flow,) = worker.named("prefect.engine")
     with prefect.client() as client:
         client.set_flow_run_state(run_id, Cancelling())
-    _, alive = psutil.wait_procs(nodes, 30)
-    assert (len(nodes), alive) == (2, [])
-    prefect.wait_for_state(run_id, "Cancelled")
-    with prefect.client() as client:
+        _, alive = psutil.wait_procs([flow, *nodes], 30)
+        assert (len(nodes), alive) == (2, [])
         of_run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
         shards = client.read_task_runs(flow_run_filter=of_run)
     assert [shard.run_count for shard in shards] == [1, 1]  # none retried, and none begun since
