@@ -45,39 +45,28 @@ if TYPE_CHECKING:
     from engine.sampling_params import SamplingParams as SamplingParams
     from engine.tokenizer import Tokenizer as Tokenizer
 
-_HOME = {
-    "Bucket": "metrics",
-    "CacheExhaustedError": "errors",
-    "ChatConfig": "config",
-    "Completion": "request",
-    "ConfigError": "errors",
-    "EngineConfig": "config",
-    "ExitCode": "errors",
-    "Finding": "backends.finding",
-    "FindingStatus": "backends.finding",
-    "FinishReason": "request",
-    "GenerateRequest": "request",
-    "LedgerError": "errors",
-    "ModelSource": "model_source",
-    "OfflineInference": "offline",
-    "PartialOutput": "request",
-    "Reply": "request",
-    "RequestError": "errors",
-    "RequestErrorCode": "errors",
-    "RunStats": "metrics",
-    "SamplingParams": "sampling_params",
-    "Section": "config",
-    "StreamedToken": "request",
-    "TokenLogprob": "logprobs",
-    "TokenmillError": "errors",
-    "Tokenizer": "tokenizer",
-    "WorkerError": "errors",
-    "WorkerFailure": "errors",
-    "check_ascend": "backends.ascend_checks",
-    "expected_device": "backends.device_files",
-    "probe_devices": "backends.device_probe",
-    "sampling_key_of": "request",
-}
+_NAMES = {
+    "backends.ascend_checks": ("check_ascend",),
+    "backends.device_files": ("expected_device",),
+    "backends.device_probe": ("probe_devices",),
+    "backends.finding": ("Finding", "FindingStatus"),
+    "config": ("ChatConfig", "EngineConfig", "Section"),
+    "errors": (
+        "CacheExhaustedError", "ConfigError", "ExitCode", "LedgerError", "RequestError",
+        "RequestErrorCode", "TokenmillError", "WorkerError", "WorkerFailure",
+    ),
+    "logprobs": ("TokenLogprob",),
+    "metrics": ("Bucket", "RunStats"),
+    "model_source": ("ModelSource",),
+    "offline": ("OfflineInference",),
+    "request": (
+        "Completion", "FinishReason", "GenerateRequest", "PartialOutput", "Reply",
+        "StreamedToken", "sampling_key_of",
+    ),
+    "sampling_params": ("SamplingParams",),
+    "tokenizer": ("Tokenizer",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
 

@@ -58,6 +58,11 @@ class DamagedAnswerError(LedgerError):
             f"retry-failed {job_id} --damaged`"
         )
         self.damage = damage
+        self._job_id = job_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come through a pickle: it is raised on other hosts too."""
+        return type(self), (self.damage, self._job_id)
 
 
 def read_after(

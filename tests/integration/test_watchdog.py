@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,10 @@ from engine import (
     WorkerError,
     WorkerFailure,
 )
+from engine.execution import ExecutionEngine, StepFuture
+from engine.messages import ScheduleBatch
 from engine.worker.answers import Patience, receive_from_all
+from engine.worker.channel import Channel
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiprocess]
 
@@ -104,12 +106,21 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offline
         yield llm
 
 
-def stop_process(pid: int) -> None:
-    """Stop a process, and wait until it has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    status = psutil.Process(pid)
-    while status.status() != psutil.STATUS_STOPPED:
-        pass
+def hang_at_step(
+    monkeypatch: pytest.MonkeyPatch, step_id: int, then: Callable[[], object] = bool
+) -> None:
+    """Stop the worker when it has answered every step before this one, which it will not answer."""
+    submit = ExecutionEngine.submit
+
+    def hang(self: ExecutionEngine, batch: ScheduleBatch) -> StepFuture:
+        if batch.step_id == step_id:
+            [worker] = self._workers
+            assert not self._in_flight or Channel.wait_for_any([worker.channel], 60)  # type: ignore[union-attr]
+            os.kill(worker.pid, signal.SIGSTOP)
+            then()
+        return submit(self, batch)
+
+    monkeypatch.setattr(ExecutionEngine, "submit", hang)
 
 
 def is_reaped(pid: int) -> bool:
@@ -117,15 +128,14 @@ def is_reaped(pid: int) -> bool:
 
 
 def test_stopping_a_run_whose_worker_hangs_loses_nothing_that_came_back_before(
-    patient: OfflineInference,
+    patient: OfflineInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pid] = patient.worker_pids
     stop = threading.Event()
+    hang_at_step(monkeypatch, 10, then=stop.set)
     partials: list[PartialOutput] = []
     run = patient.run(rows(), stop=stop, on_partials=partials.extend, partial_seconds=3600)
-    answered = {next(run).request_id}
-    stop_process(pid)
-    stop.set()
+    answered = set()
     with pytest.raises(WorkerError, match="silent") as caught:
         answered |= {completion.request_id for completion in run}
     assert is_reaped(pid)
@@ -136,18 +146,22 @@ def test_stopping_a_run_whose_worker_hangs_loses_nothing_that_came_back_before(
 
 
 def test_an_answer_that_was_on_its_way_when_the_worker_failed_comes_before_the_error(
-    patient: OfflineInference,
+    patient: OfflineInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pid] = patient.worker_pids
     stop = threading.Event()
+    hang_at_step(monkeypatch, 30, then=stop.set)
 
     def hold_up_what_comes_after(_: StreamedToken) -> None:
-        stop_process(pid)
-        stop.set()
         while not is_reaped(pid):
             time.sleep(0.01)
 
-    first = GenerateRequest(request_id="first", prompt="x", on_token=hold_up_what_comes_after)
+    first = GenerateRequest(
+        request_id="first",
+        prompt="x",
+        sampling_params=SamplingParams(min_tokens=40, max_tokens=40),
+        on_token=hold_up_what_comes_after,
+    )
     once = SamplingParams(max_tokens=1)
     second = GenerateRequest(request_id="second", prompt="y", sampling_params=once)
     answered = []
@@ -158,42 +172,40 @@ def test_an_answer_that_was_on_its_way_when_the_worker_failed_comes_before_the_e
 
 
 def test_an_error_of_the_caller_comes_out_though_the_worker_hangs(
-    patient: OfflineInference,
+    patient: OfflineInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pid] = patient.worker_pids
+    hung = threading.Event()
+    hang_at_step(monkeypatch, 3, then=hung.set)
 
-    def fail_with_an_answer() -> None:
-        with closing(patient.run(rows())) as run:
-            next(run)
-            stop_process(pid)
+    def fail_when_it_hangs(_: list[PartialOutput]) -> None:
+        if hung.is_set():
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fail_with_an_answer()
+        list(patient.run(rows(), on_partials=fail_when_it_hangs, partial_seconds=0.0))
     assert is_reaped(pid)
     with pytest.raises(WorkerError, match="failed while another run"):
         next(patient.run(rows()))
 
 
 def test_closing_an_engine_whose_worker_hangs_in_the_run_of_another_thread(
-    patient: OfflineInference,
+    patient: OfflineInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pid] = patient.worker_pids
     errors: list[WorkerError] = []
-    stopped, run = threading.Event(), patient.run(rows())
+    hung = threading.Event()
+    hang_at_step(monkeypatch, 0, then=hung.set)  # no step before it lets the engine go
 
     def wait_in_vain() -> None:
-        next(run)
-        stop_process(pid)
-        stopped.set()
         try:
-            list(run)
+            list(patient.run(rows()))
         except WorkerError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait_in_vain)
     thread.start()
-    assert stopped.wait(60)
+    assert hung.wait(60)
     patient.close()
     thread.join()
     assert is_reaped(pid)

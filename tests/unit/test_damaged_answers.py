@@ -1,6 +1,7 @@
 """Answers that a disk has spoilt: named, taken back and answered again; nothing else is touched."""
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,32 @@ NO_TEXT = "UPDATE payloads SET text = CAST(x'ff20ff' AS TEXT)"
 NO_JSON = "UPDATE payloads SET turns = '[\"half'"
 NO_NAME = "UPDATE completions SET row_id = CAST(x'ff' AS TEXT)"
 NO_STATE = "UPDATE completions SET state = 'oj'"
-SQLITE_ONLY = (NO_TEXT, NO_JSON, NO_NAME)
+ON_BOTH = (TOKENS, LOGPROBS, GONE, NO_STATE)
+ON_SQLITE = (NO_TEXT, NO_JSON, NO_NAME)
 
 
-@pytest.mark.parametrize("damage", [TOKENS, LOGPROBS, GONE, NO_TEXT, NO_JSON, NO_NAME, NO_STATE])
+@pytest.mark.parametrize(
+    ("ledger_url", "damage"),
+    [
+        *(("sqlite", damage) for damage in (*ON_BOTH, *ON_SQLITE)),
+        *(pytest.param("postgresql", each, marks=pytest.mark.integration) for each in ON_BOTH),
+    ],
+    indirect=["ledger_url"],
+)
 def test_whatever_is_damaged_is_taken_back_alone_and_the_next_run_has_every_row(
     ledger_url: str, tmp_path: Path, damage: str
 ) -> None:
-    if damage in SQLITE_ONLY and ledger_url.startswith("postgresql"):
-        pytest.skip("PostgreSQL stores no such bytes")
     config = make_job(tmp_path, questions(9), ledger_url=ledger_url, sampling=SAMPLING)
     run_job(config)
     written = output_path_of(config).read_bytes()
     before = read_state(ledger_url).answers
     with Ledger.open(ledger_url) as ledger:
         spoil(ledger, damage, row_index=5)
-        with pytest.raises(DamagedAnswerError, match="`tokenmill retry-failed job-1 --damaged`"):
+        with pytest.raises(
+            DamagedAnswerError, match="`tokenmill retry-failed job-1 --damaged`"
+        ) as e:
             run_job(config)
+        assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
         assert [damage.key for damage in retry_damaged(ledger, "job-1")] == [(5, 0)]
         job = ledger.get_job("job-1")
         assert (job.state, job.num_ok, job.num_pending) == (JobState.INTERRUPTED, 8, 1)
