@@ -7,6 +7,9 @@ VENV ?= .venv
 #   make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 
+# Files of tests that run at a time.
+TEST_PROCESSES ?= 3
+
 # What device-test runs on: cpu, cuda or npu.
 DEVICE ?= cpu
 
@@ -55,8 +58,8 @@ types: $(STAMP) ## Check types.
 layers: $(STAMP) ## Check that imports go downward only.
 	@$(BIN)/lint-imports --no-logo
 
-test: $(STAMP) ## Run the whole test suite.
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## Run the whole test suite, a few files at a time: many tests wait for processes.
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-unit: $(STAMP) ## Run the tests that need no process, database or model; under a minute.
 	@$(BIN)/python -m pytest -m "not ($(INTEGRATION))"
