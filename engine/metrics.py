@@ -87,9 +87,7 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True):
             if name not in ("bucket_seconds", "peak_running")
         }
         return RunStats(
-            **summed,
-            bucket_seconds=merged,
-            peak_running=max(self.peak_running, other.peak_running),
+            **summed, bucket_seconds=merged, peak_running=max(self.peak_running, other.peak_running)
         )
 
 

@@ -16,13 +16,14 @@ _SAVED_MODEL = "saved_model.pb"
 _SAVE = (
     "convert the weights to safetensors with from_pretrained and save_pretrained of transformers"
 )
+_EXPORTED = (
+    "it holds a program and no attention that could be given a paged KV cache; take the model "
+    "folder that it was exported from"
+)
 _HOW_TO_GO_ON = {
-    "TorchScript": "it holds a traced program and no attention that could be given a paged KV "
-    "cache; take the model folder that it was exported from",
-    "ONNX": "it holds a graph and no attention that could be given a paged KV cache; take the "
-    "model folder that it was exported from",
-    "a TensorFlow SavedModel": "it holds a graph and no attention that could be given a paged KV "
-    "cache; take the model folder that it was exported from",
+    "TorchScript": _EXPORTED,
+    "ONNX": _EXPORTED,
+    "a TensorFlow SavedModel": _EXPORTED,
     "GGUF": "convert it once through transformers, from_pretrained(folder, gguf_file=NAME) and "
     "save_pretrained, as flows/demo.py does",
     "pickled PyTorch weights": _SAVE,

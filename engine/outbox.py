@@ -24,10 +24,7 @@ class Outbox:
     """Owns which session and turn each request inside the engine belongs to."""
 
     def __init__(
-        self,
-        processor: OutputProcessor,
-        listeners: Listeners,
-        on_delivery: Callable[[], None],
+        self, processor: OutputProcessor, listeners: Listeners, on_delivery: Callable[[], None]
     ) -> None:
         self._processor = processor
         self._listeners = listeners

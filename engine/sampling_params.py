@@ -66,10 +66,7 @@ class SamplingParams(BaseModel):
         description="Keep the likeliest tokens of this total probability.",
     )
     top_k: int = Field(
-        default=0,
-        ge=0,
-        lt=_INT32_END,
-        description="Keep this many likeliest tokens; 0 keeps all.",
+        default=0, ge=0, lt=_INT32_END, description="Keep this many likeliest tokens; 0 keeps all."
     )
     min_p: float = Field(
         default=0.0, ge=0.0, le=1.0,

@@ -17,12 +17,7 @@ from engine.parallel import ParallelGroup
 
 
 def load_model(
-    path: Path,
-    *,
-    dtype: str,
-    backend: DeviceBackend,
-    group: ParallelGroup,
-    trust_remote_code: bool,
+    path: Path, *, dtype: str, backend: DeviceBackend, group: ParallelGroup, trust_remote_code: bool
 ) -> LoadedModel:
     """Load this rank's share of the weights, and make them a model that runs.
 

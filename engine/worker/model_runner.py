@@ -13,12 +13,7 @@ from engine.backends.compile_cache import CompileCache
 from engine.backends.profiler import StepProfiler
 from engine.backends.weight_size import count_weight_bytes
 from engine.config import EngineConfig
-from engine.layers.decode_graphs import (
-    DecodeGraphs,
-    GraphLimits,
-    capture_sizes,
-    count_spare_blocks,
-)
+from engine.layers.decode_graphs import DecodeGraphs, GraphLimits, capture_sizes, count_spare_blocks
 from engine.layers.kv_pool import PoolLimits, allocate_pool, count_blocks, run_largest_step
 from engine.layers.model_input import ModelInput, SlotTable
 from engine.layers.model_step import ModelStep

@@ -230,8 +230,8 @@ def test_quantised_checkpoint_is_known_by_the_file_beside_it(tmp_path: Path, nam
     [
         ("pytorch_model.bin", "pytorch_model.bin is pickled PyTorch weights: convert the weights"),
         ("weights.pth", "weights.pth is pickled PyTorch weights: convert the weights"),
-        ("model.onnx", "model.onnx is ONNX: it holds a graph and no attention"),
-        ("saved_model.pb", "saved_model.pb is a TensorFlow SavedModel: it holds a graph"),
+        ("model.onnx", "model.onnx is ONNX: it holds a program and no attention"),
+        ("saved_model.pb", "saved_model.pb is a TensorFlow SavedModel: it holds a program"),
         ("tf_model.h5", "tf_model.h5 is TensorFlow weights: find the model's safetensors"),
         ("flax_model.msgpack", "flax_model.msgpack is Flax weights: find the model's"),
         ("a.Q4_1.gguf", "a.Q4_1.gguf is GGUF: convert it once through transformers"),
@@ -257,7 +257,7 @@ def test_traced_program_is_told_from_pickled_weights(tmp_path: Path) -> None:
     pickled.write_bytes(buffer.getvalue())
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         torch.jit.save(torch.jit.script(torch.nn.ReLU()), traced)
-    assert "traced.pt is TorchScript: it holds a traced program" in refusal_of(traced)
+    assert "traced.pt is TorchScript: it holds a program" in refusal_of(traced)
     assert "pickled.pt is pickled PyTorch weights" in refusal_of(pickled)
 
 
