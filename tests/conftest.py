@@ -10,6 +10,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # As in a worker, and before anything imports torch: threads that wait do not spin for long.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import logging
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,15 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
     """Open a new ledger, once on each database."""
     with Ledger.open(ledger_url) as opened:
         yield opened
+
+
+@pytest.fixture
+def log_settings_as_before() -> Iterator[None]:
+    """Take back what a command does to the logging of its process."""
+    packages = [logging.getLogger(name) for name in ("engine", "flows")]
+    before = [(list(each.handlers), each.level, each.propagate) for each in packages]
+    yield
+    for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+        package.handlers[:] = handlers
+        package.setLevel(level)
+        package.propagate = propagate

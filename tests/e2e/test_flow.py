@@ -1,9 +1,7 @@
 """The flow as Prefect shows it: names, states, messages, progress; and the command around it."""
 
-import logging
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -187,18 +185,8 @@ class TestRetries:
         assert run_shard_task.retry_condition_fn is is_start_failure
 
 
+@pytest.mark.usefixtures("prefect_api", "log_settings_as_before")
 class TestCommand:
-    @pytest.fixture(autouse=True)
-    def _handlers_as_before(self, prefect_api: str) -> Iterator[None]:
-        """Take back what a command does to its process."""
-        packages = [logging.getLogger(name) for name in ("engine", "flows")]
-        before = [(list(each.handlers), each.level, each.propagate) for each in packages]
-        yield
-        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
-            package.handlers[:] = handlers
-            package.setLevel(level)
-            package.propagate = propagate
-
     @pytest.fixture
     def run_command(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

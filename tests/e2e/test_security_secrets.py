@@ -14,20 +14,12 @@ from terminal import Terminal
 from engine import ExitCode
 from flows.ledger_url import LEDGER_URL_VARIABLE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.integration]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.integration,
+    pytest.mark.usefixtures("prefect_api", "log_settings_as_before"),
+]
 PASSWORD = "Xq7-hidden"
-
-
-@pytest.fixture(autouse=True)
-def _handlers_as_before(prefect_api: str) -> Iterator[None]:
-    """Take back what a command does to its process."""
-    packages = [logging.getLogger(name) for name in ("engine", "flows")]
-    before = [(list(each.handlers), each.level, each.propagate) for each in packages]
-    yield
-    for package, (handlers, level, propagate) in zip(packages, before, strict=True):
-        package.handlers[:] = handlers
-        package.setLevel(level)
-        package.propagate = propagate
 
 
 def texts_of_prefect() -> Iterator[str]:

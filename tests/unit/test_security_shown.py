@@ -2,7 +2,6 @@
 
 import io
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,18 +34,6 @@ def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return screen
 
 
-@pytest.fixture
-def _handlers_as_before() -> Iterator[None]:
-    """Take back what setting up the logs does to this process."""
-    packages = [logging.getLogger(name) for name in ("engine", "flows")]
-    before = [(list(each.handlers), each.level, each.propagate) for each in packages]
-    yield
-    for package, (handlers, level, propagate) in zip(packages, before, strict=True):
-        package.handlers[:] = handlers
-        package.setLevel(level)
-        package.propagate = propagate
-
-
 def test_messages_and_tables_are_text(screen: io.StringIO):
     console.talk.print(HOSTILE)
     console.print_table(HOSTILE, (HOSTILE,), [(HOSTILE,)])
@@ -55,7 +42,7 @@ def test_messages_and_tables_are_text(screen: io.StringIO):
     assert "\x1b" not in screen.getvalue()
 
 
-@pytest.mark.usefixtures("_handlers_as_before")
+@pytest.mark.usefixtures("log_settings_as_before")
 def test_lines_of_the_log_are_text(screen: io.StringIO, capsys: pytest.CaptureFixture[str]):
     console.set_up_logging("INFO")
     logging.getLogger("flows").warning("bad row: %s", HOSTILE)
