@@ -158,9 +158,16 @@ def test_a_preempted_answer_is_the_one_that_was_never_preempted(
             fields = {"prompt_token_ids": PROMPT, "priority": 1} | fields
             wanted = engine.generate([GenerateRequest(request_id=kind, **fields)])
             target = GenerateRequest(request_id=kind, on_token=listen, **fields)
-            small.take_stats()
-            first, *found = small.generate([rival, target])
-            assert small.take_stats().num_preemptions > first.num_preemptions == 0, kind
+            # A second turn may come after the rival's end, where the machine is busy.
+            for _ in range(10):
+                streamed.clear()
+                small.take_stats()
+                first, *found = small.generate([rival, target])
+                if small.take_stats().num_preemptions:
+                    break
+            else:
+                pytest.fail(f"{kind}: nobody was preempted")
+            assert first.num_preemptions == 0, kind
             for mine, theirs in zip(found, wanted, strict=True):
                 assert_same(mine, theirs)
             replies = [token for reply in found[0].replies for token in reply.token_ids]
