@@ -169,8 +169,9 @@ class OfflineInference:
         that too. After timeout_seconds, whatever is not finished ends with finish_reason timeout.
 
         on_partials gets what there is of the samples that are not finished, every partial_seconds
-        and once more when `stop` was set or a worker failed: in the thread that iterates, between two completions,
-        so that none is among them whose completion is there. What it raises ends the run.
+        and once more when `stop` was set or a worker failed: in the thread that iterates, between
+        two completions, so that none is among them whose completion is there. What it raises ends
+        the run.
 
         Raises:
             WorkerError: a worker died, hangs, or failed a step; the engine cannot go on. What came

@@ -13,7 +13,7 @@ from flows.ledger_rows import JobRow
 from flows.ledger_url import PASSWORD_REFUSAL, default_ledger_url, holds_password
 
 
-def _without_password(ledger_url: str | None) -> str | None:
+def _refuse_password(ledger_url: str | None) -> str | None:
     if ledger_url is not None and holds_password(ledger_url):
         raise ConfigError(f"--ledger: {PASSWORD_REFUSAL}")
     return ledger_url
@@ -24,7 +24,7 @@ LedgerOption = Annotated[
     typer.Option(
         "--ledger",
         help="SQLAlchemy URL; TOKENMILL_LEDGER_URL when left out.",
-        callback=_without_password,
+        callback=_refuse_password,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

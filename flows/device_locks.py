@@ -154,13 +154,11 @@ class DeviceLocks:
 
     def owners(self) -> list[Claim]:
         """Return who has devices; several devices of one engine are one claim."""
-        found = (_claim_on(path) for path in sorted(self.folder.glob(f"*{_LOCK_SUFFIX}")))
-        return list(dict.fromkeys(claim for claim in found if claim is not None))
+        return list(dict.fromkeys(self._claims()))
 
     def num_locked(self) -> int:
         """Count the devices that somebody has."""
-        paths = self.folder.glob(f"*{_LOCK_SUFFIX}")
-        return sum(_claim_on(path) is not None for path in paths)
+        return len(self._claims())
 
     def waiting(self) -> list[Claim]:
         """Return who waits for devices, who came first before the others."""
@@ -198,6 +196,11 @@ class DeviceLocks:
                 with suppress(OSError):  # only its owner may remove it
                     (self.folder / name).unlink()
         return line
+
+    def _claims(self) -> list[Claim]:
+        """Return the claim on each device that somebody has."""
+        found = (_claim_on(path) for path in sorted(self.folder.glob(f"*{_LOCK_SUFFIX}")))
+        return [claim for claim in found if claim is not None]
 
     def _claim(self, devices: tuple[str, ...]) -> Claim:
         return Claim(pid=os.getpid(), job_id=self._job_id, since=time.time(), devices=devices)

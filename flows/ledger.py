@@ -365,7 +365,7 @@ class Ledger:
 
         Each batch is read in a transaction of its own, so a slow reader holds nobody up.
         """
-        after: tuple[int, int] | None = (-1, -1)
+        after: tuple[int, int] | None = stored_answers.BEFORE_ALL
         while after is not None:
             start, after = after, None
             try:

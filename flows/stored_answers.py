@@ -19,8 +19,9 @@ from flows.ledger_rows import CompletionRow
 from flows.schema import CompletionTable, JobTable, PayloadTable, RowState
 
 _KEY = tuple_(CompletionTable.row_index, CompletionTable.sample_index)
+# A key behind which every answer of a job lies.
+BEFORE_ALL = (-1, -1)
 _Columns = TypeVarTuple("_Columns")
-_BEFORE_ALL = (-1, -1)
 # What SQLite's driver, a column type or a state that there is not raises over spoilt bytes.
 _UNREADABLE = (LedgerError, DBAPIError, ValueError)
 # More than a driver fetches at a time: so far behind the last good answer the bad one may be.
@@ -93,7 +94,7 @@ def read_rows(
 
 def find_damaged(connection: Connection, job_key: int) -> Iterator[Damage]:
     """Read every answer of a job, and yield those that cannot be read."""
-    after: tuple[int, int] | None = _BEFORE_ALL
+    after: tuple[int, int] | None = BEFORE_ALL
     while after is not None:
         start, after = after, None
         try:

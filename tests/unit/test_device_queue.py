@@ -7,7 +7,14 @@ import pytest
 from fake_limit import FakeLimit, wait_until
 
 from flows import device_queue
-from flows.device_queue import DeviceQueue
+from flows.device_queue import DeviceQueue, Place
+
+
+def granted(queue: DeviceQueue, num_devices: int) -> Place:
+    """Ask for slots, and wait until they are granted."""
+    place = queue.ask(num_devices)
+    wait_until(lambda: place.refusal == "")
+    return place
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +42,7 @@ class TestQueue:
     def test_slots_are_granted_renewed_and_given_back(
         self, queue: DeviceQueue, limit: FakeLimit
     ) -> None:
-        place = queue.ask(2)
-        wait_until(lambda: place.refusal == "")
+        place = granted(queue, 2)
         assert list(limit.leases.values()) == [2]
         wait_until(lambda: len(limit.renewed) > 2)
         assert set(limit.renewed) == set(limit.leases)
@@ -60,8 +66,7 @@ class TestQueue:
     def test_a_full_limit_is_asked_again_for_a_moment_and_then_refuses_with_its_words(
         self, queue: DeviceQueue, limit: FakeLimit
     ) -> None:
-        first = queue.ask(2)
-        wait_until(lambda: first.refusal == "")
+        first = granted(queue, 2)
         second = queue.ask(1)
         wait_until(lambda: second.refusal is not None)
         assert second.refusal == "1 of 2 slots, 2 are in use"
@@ -75,8 +80,7 @@ class TestQueue:
     def test_devices_that_wait_for_their_slots_are_not_in_use(
         self, queue: DeviceQueue, limit: FakeLimit
     ) -> None:
-        granted = queue.ask(2)
-        wait_until(lambda: granted.refusal == "")
+        granted(queue, 2)
         refused = queue.ask(1)
         wait_until(lambda: refused.refusal)
         assert limit.in_use[0] == 5 - 2
@@ -107,8 +111,7 @@ class TestQueue:
     ) -> None:
         monkeypatch.setattr(device_queue, "_ANSWER_SECONDS", 0.05)
         limit.error = OSError("no route")
-        place = queue.ask(2)
-        wait_until(lambda: place.refusal == "")
+        place = granted(queue, 2)
         assert limit.leases == {}
         limit.error = None
         wait_until(lambda: limit.leases)
