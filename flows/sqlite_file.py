@@ -127,7 +127,8 @@ def refuse_network_file_system(path: Path, mounts: Path) -> None:
 def _refuse_lost_log(path: Path) -> None:
     """Refuse to begin a ledger beside the log of one that was moved away: SQLite would delete it."""
     log = _log_of(path)
-    if _size(path) == 0 and _size(log) > 0:
+    # In this order: another process may begin the ledger meanwhile, and its file comes first.
+    if _size(log) > 0 and _size(path) == 0:
         raise LedgerError(
             f"ledger {path} is not there, but its log {log.name} is, which holds its last commits; "
             f"put the ledger back beside it, or delete {log.name} if nobody needs that ledger"

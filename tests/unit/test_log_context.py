@@ -44,12 +44,17 @@ def makers_of_threads(path: Path) -> list[ast.FunctionDef]:
 
 
 def note_callers(monkeypatch: pytest.MonkeyPatch, method: str) -> list[tuple[str, str]]:
-    """Note for each call of a method of the ledger its thread and the context's value."""
+    """Note for each call of a method of the ledger its thread and the context's value.
+
+    What other tests have left running may go on to call it.
+    """
+    strangers = set(threading.enumerate()) - {threading.current_thread()}
     noted: list[tuple[str, str]] = []
     original = getattr(Ledger, method)
 
     def noting(self: Ledger, *arguments: Any, **options: Any) -> Any:
-        noted.append((threading.current_thread().name, WHO.get()))
+        if threading.current_thread() not in strangers:
+            noted.append((threading.current_thread().name, WHO.get()))
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(Ledger, method, noting)
